@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -90,6 +90,8 @@ class Block:
     staging: list[Tensor]
     """Host memory from which the device gets the values; empty: directly."""
     targets: list[Tensor]
+    previews: list[Tensor]
+    """Where the preview of the next update is prepared (``delayed``); else empty."""
 
 
 ADAM = FusedRule(is_plain, _adam_keys, _call_adam, counts=True)
@@ -98,6 +100,16 @@ RULES = {
     torch.optim.AdamW: ADAM,
     torch.optim.SGD: FusedRule(is_plain, _sgd_keys, _call_sgd, counts=False),
 }
+
+
+class Follower(Protocol):
+    """What is done to each block behind its update, while it is in cache."""
+
+    def block(self, block: Block) -> None:
+        """It was updated."""
+
+    def end(self) -> None:
+        """All were."""
 
 
 class FlatRun:
@@ -117,9 +129,9 @@ class FlatRun:
         is_sent: bool,
         scratch: Callable[[int], Tensor],
     ) -> None:
-        self._scratch = scratch
-        self._pairs, self._rule, self._streams = list(pairs), rule, streams
-        self._is_sent, self._keys = is_sent, rule.keys(group)
+        self.pairs, self._rule, self._streams = list(pairs), rule, streams
+        self._is_sent, self._scratch = is_sent, scratch
+        self._takes, self._keys = rule.takes(group), rule.keys(group)
         arena, first = pairs[0].arena, pairs[0].slot
         assert arena is not None
         self._arena, self._first = arena, first
@@ -129,22 +141,25 @@ class FlatRun:
         self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
 
     def still_fits(self, group: Group) -> bool:
-        """Whether the settings still ask for the kernel, over the same state."""
-        return self._rule.takes(group) and self._rule.keys(group) == self._keys
+        """Whether the settings still ask for the same kernel over the same state."""
+        return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self._keys)
 
     def takes(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether it can be stepped with these gradients; some may be missing."""
+        """Whether the kernel can step it with these gradients; some may be missing."""
+        if not self._takes:
+            return False
         found = [grad for grad in grads if grad is not None]
-        slots = slice(self._first, self._first + len(self._pairs))
+        slots = slice(self._first, self._first + len(self.pairs))
         return not found or (
             (is_uniform(found, DTYPES) and found[0].device == self._arena.device)
             and Where.ELSEWHERE not in self._arena.where[slots]
-            and all(
-                grad is None or grad.stride() == self._pairs[i].stepped.stride()
-                for i in self._large
-                for grad in grads[i : i + 1]
-            )
+            and self.is_laid_out(grads)
         )
+
+    def is_laid_out(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether gradients can be gathered piece by piece where they have to be."""
+        large = ((grads[i], self.pairs[i].stepped) for i in self._large)
+        return all(grad is None or grad.stride() == p.stride() for grad, p in large)
 
     def step(
         self,
@@ -154,6 +169,7 @@ class FlatRun:
         grads: Sequence[Tensor | None],
         deferred: DeferredUnscale,
         publishes: bool,
+        follow: Callable[[Sequence[ParameterPair], list[float]], Follower | None] | None = None,
     ) -> None:
         """Update every parameter that has a gradient.
 
@@ -162,36 +178,35 @@ class FlatRun:
             state: takes a parameter's first state.
             deferred: what is still to be done to the gradients: in place to float32 ones.
             publishes: write the new values to the model.
+            follow: from some of the pairs and their counts, what follows each of their blocks.
         """
         arena, where = self._arena, self._arena.where
-        for a, b in self._stretches(grads):
+        kinds = arena.where[self._first : self._first + len(self.pairs)]
+        for a, b in stretches([grad is None for grad in grads], kinds):
             slots = slice(self._first + a, self._first + b)
             is_first = where[slots.start] is Where.NOWHERE
             if is_first:
-                for pair in self._pairs[a:b]:
+                for pair in self.pairs[a:b]:
                     arena.fill(pair.slot, state[pair.stepped], self._keys, self._rule.counts)
             if self._rule.counts:
                 arena.counts[slots].add_(1)
-            for block in self._blocks_of(a, b):
-                self._gather(block, grads, deferred)
+            counts = arena.counts[slots].tolist() if follow is not None else []
+            follower = None if follow is None else follow(self.pairs[a:b], counts)
+            for block in self.blocks_of(a, b):
+                self.gather(block, grads, deferred)
                 self._rule.call(kind, group, block, is_first)
                 if publishes:
                     self._publish(block)
+                if follower is not None:
+                    follower.block(block)
+            if follower is not None:
+                follower.end()
 
-    def _stretches(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:
-        """Places that can be stepped by the same calls: all have gradients, and state or not."""
-        where = self._arena.where[self._first : self._first + len(self._pairs)]
-        kinds = [(grad is None, place) for grad, place in zip(grads, where, strict=True)]
-        end = 0
-        for (is_left_out, _), some in groupby(kinds):
-            begin, end = end, end + sum(1 for _ in some)
-            if not is_left_out:
-                yield begin, end
-
-    def _gather(
+    def gather(
         self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
-        pairs, mine = self._pairs[block.places], list(grads[block.places])
+        """Cast the gradients of a block into scratch, and do what is ``deferred``."""
+        pairs, mine = self.pairs[block.places], list(grads[block.places])
         if block.piece is not None:
             (grad,) = mine
             assert grad is not None
@@ -218,7 +233,8 @@ class FlatRun:
             source = block.staging
         torch._foreach_copy_(block.targets, source, non_blocking=self._streams.copies_beside)
 
-    def _blocks_of(self, a: int, b: int) -> list[Block]:
+    def blocks_of(self, a: int, b: int) -> list[Block]:
+        """The places from ``a`` to ``b``, in blocks."""
         found = self._blocks.get((a, b))
         if found is None:
             found = self._blocks[a, b] = list(self._cut(a, b))
@@ -238,21 +254,32 @@ class FlatRun:
 
     def _blocks_from(self, c: int, d: int) -> Iterator[Block]:
         """One block of whole parameters, or the pieces of a large one."""
-        arena, first, pairs = self._arena, self._first + c, self._pairs[c:d]
+        arena, first, pairs = self._arena, self._first + c, self.pairs[c:d]
         begin, end = arena.offsets[first], arena.end(self._first + d - 1)
-        slots, stagings = (
-            range(first, first + d - c),
-            [p.staging for p in pairs if p.staging is not None],
-        )
+        slots = range(first, first + d - c)
+        stagings = [pair.staging for pair in pairs if pair.staging is not None]
+        previews = [pair.preview for pair in pairs if pair.preview is not None]
         state = [[arena.views(key)[slot] for slot in slots] for key in self._keys]
         counts = [arena.count_views[slot] for slot in slots]
         if end - begin <= self._limit or not is_dense(pairs[0].target):
             scratch = self._scratch(end - begin)
             into = [arena.view(scratch, pair.slot, begin) for pair in pairs]
             masters, targets = [p.stepped.data for p in pairs], [p.target for p in pairs]
-            yield Block(slice(c, d), None, scratch, into, masters, state, counts, stagings, targets)
+            yield Block(
+                places=slice(c, d),
+                piece=None,
+                scratch=scratch,
+                into=into,
+                masters=masters,
+                state=state,
+                counts=counts,
+                staging=stagings,
+                targets=targets,
+                previews=previews,
+            )
             return
-        ((pair,), stagings) = pairs, [flat(t) for t in stagings]
+        (pair,) = pairs
+        stagings, previews = [flat(t) for t in stagings], [flat(t) for t in previews]
         target, master = flat(pair.target), flat(pair.stepped.data)
         flats = [flat(t) for (t,) in state]
         for i in range(0, end - begin, self._limit):
@@ -268,16 +295,16 @@ class FlatRun:
                 counts=counts,
                 staging=[t[piece] for t in stagings],
                 targets=[target[piece]],
+                previews=[t[piece] for t in previews],
             )
 
 
-def rule_of(optimizer: Optimizer, group: Group) -> FusedRule | None:
-    """How the blocks of a group are stepped; None: by the optimizer's own ``step()``."""
-    rule = RULES.get(type(optimizer))
-    return rule if rule is not None and rule.takes(group) else None
+def rule_of(optimizer: Optimizer) -> FusedRule | None:
+    """What is known of the state of a group, and of its kernel; None: nothing."""
+    return RULES.get(type(optimizer))
 
 
-def runs_of(pairs: Sequence[ParameterPair], places: Sequence[int]) -> Iterator[list[int]]:
+def neighbours(pairs: Sequence[ParameterPair], places: Sequence[int]) -> Iterator[list[int]]:
     """``places`` of pairs with masters, those that are neighbours in one arena together."""
     run: list[int] = []
     for place in places:
@@ -291,3 +318,12 @@ def runs_of(pairs: Sequence[ParameterPair], places: Sequence[int]) -> Iterator[l
         run.append(place)
     if run:
         yield run
+
+
+def stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
+    """The begin and end of each run of places that are of one kind, but for those left out."""
+    end = 0
+    for (is_left_out, _), some in groupby(zip(left_out, kinds, strict=True)):
+        begin, end = end, end + sum(1 for _ in some)
+        if not is_left_out:
+            yield begin, end

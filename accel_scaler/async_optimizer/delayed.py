@@ -67,15 +67,15 @@ class DelayedUpdates:
         previews, streams = self.previews, self._streams
         if previews is None or not self.is_stale(steps) or not self._replica.pairs:
             return
-        settings = previews.new_settings()
-        if settings is None:
+        prepared = previews.begin()
+        if prepared is None:
             return
         after = streams.record_at_home()
 
         def run(_: Task) -> None:
             with streams.beside(after):
                 streams.wait_for_side()  # the memory that is overwritten may still be sent up
-                previews.prepare(settings)
+                previews.prepare(prepared)
 
         self._preparation = task = Task(run, 0)
         try:

@@ -271,7 +271,8 @@ class InflightStep:
             if not buffered:
                 grads[mine] = [None] * len(final)
             try:
-                replica.step_part(part, final, deferred, not self.is_stale, buffered)
+                follow = None if update.previews is None else update.previews.behind()
+                replica.step_part(part, final, deferred, not self.is_stale, buffered, follow)
             except BaseException:
                 if buffered:
                     replica.count_steps(-1, replica.parts[number:])

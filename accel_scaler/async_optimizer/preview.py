@@ -41,7 +41,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from ..errors import UnsupportedError
-from ..scaling import LOW_PRECISION
+from ..scaling import LOW_PRECISION, DeferredUnscale
+from .blocks import Block, FlatRun, stretches
 from .master_params import ParameterPair
 from .replica import LARGEST_PART, Part, Replica, frozen
 from .supported_optimizers import is_known
@@ -83,7 +84,9 @@ class Terms:
     momentum: list[Tensor] = field(default_factory=list)
     momentum_rate: float = 0.0
     seconds: list[Tensor] = field(default_factory=list)
-    """Second moments; empty: ``d`` is 1."""
+    """Second moments."""
+    is_rooted: bool = False
+    """There are second moments; else ``d`` is 1."""
     root_scale: float = 1.0
     eps: float = 0.0
     reach: float = math.inf
@@ -98,30 +101,46 @@ class Terms:
         """
         norms: list[Tensor] = []
         owners: list[int] = []
-        kept = self.keep - (0.0 if self.seconds else self._decay_rate)
         for places, pieces in self._batches(weights, into, largest):
             w, out, velocity, momentum, seconds = map(list, zip(*pieces, strict=True))
-            roots = list(torch._foreach_sqrt(seconds)) if self.seconds else []
-            if roots:
-                norms += torch._foreach_norm(roots)
-                owners += places
-            if into is None:
-                continue
-            found = list(torch._foreach_mul(w, kept))
-            if self.velocity_rate:
-                torch._foreach_add_(found, velocity, alpha=-self.velocity_rate)
-            if roots:
-                torch._foreach_add_(roots, self.eps / self.root_scale)
-                if rate := self.momentum_rate / self.root_scale:
-                    torch._foreach_addcdiv_(found, momentum, roots, value=-rate)
-                if self._decay_rate:
-                    self._add_decay(found, w, roots)
-            torch._foreach_copy_(out, found)
-        squares = [0.0] * len(weights)
+            norms += self.write(w, None if into is None else out, velocity, momentum, seconds)
+            owners += places
+        return self.shares(list(map(Tensor.numel, weights)), owners, norms)
+
+    def write(
+        self,
+        w: list[Tensor],
+        out: list[Tensor] | None,
+        velocity: list[Tensor],
+        momentum: list[Tensor],
+        seconds: list[Tensor],
+    ) -> list[Tensor]:
+        """Write previews of ``w`` to ``out`` (None: nowhere), and return the norms of the roots of
+        second moments, if there are any. Lists of tensors of the same shapes, or empty."""
+        roots = list(torch._foreach_sqrt(seconds)) if self.is_rooted else []
+        norms = list(torch._foreach_norm(roots)) if roots else []
+        if out is None:
+            return norms
+        found = list(torch._foreach_mul(w, self.keep - (0.0 if roots else self._decay_rate)))
+        if self.velocity_rate:
+            torch._foreach_add_(found, velocity, alpha=-self.velocity_rate)
+        if roots:
+            torch._foreach_add_(roots, self.eps / self.root_scale)
+            if rate := self.momentum_rate / self.root_scale:
+                torch._foreach_addcdiv_(found, momentum, roots, value=-rate)
+            if self._decay_rate:
+                self._add_decay(found, w, roots)
+        torch._foreach_copy_(out, found)
+        return norms
+
+    def shares(self, sizes: list[int], owners: list[int], norms: list[Tensor]) -> list[Share]:
+        """What the gradients add, from the norms that :meth:`write` has returned and whose they
+        are. Synchronises with the device where there are second moments."""
+        squares = [0.0] * len(sizes)
         if norms:
             for owner, norm in zip(owners, torch.stack(norms).tolist(), strict=True):
                 squares[owner] += norm * norm
-        return [self._share(q, w.numel()) for q, w in zip(squares, weights, strict=True)]
+        return [self._share(square, size) for square, size in zip(squares, sizes, strict=True)]
 
     @property
     def _decay_rate(self) -> float:
@@ -159,7 +178,7 @@ class Terms:
 
     def _share(self, square: float, size: int) -> Share:
         """``square``: the sum of the squares of its roots."""
-        if not self.seconds:
+        if not self.is_rooted:
             return Share(-self.gradient_rate, math.inf)
         rms = self.root_scale * math.sqrt(square) / math.sqrt(max(size, 1)) + self.eps
         return Share(-self.gradient_rate / rms, self.reach * rms) if rms > 0.0 else Share(0.0, 0.0)
@@ -201,6 +220,7 @@ def adam_terms(group: Group, k: float, states: States) -> Terms:
         momentum=[state["exp_avg"] for state in states],
         momentum_rate=step * beta1,
         seconds=[state[second] for state in states],
+        is_rooted=True,
         root_scale=1.0 / math.sqrt(correction),
         eps=float(group["eps"]),
         reach=math.sqrt((1.0 - beta2 ** (k + 1)) / (1.0 - beta2)),
@@ -219,6 +239,8 @@ class PreviewRule(NamedTuple):
     """From a group's settings, the number of updates done, and the state of some of its tensors."""
     needs: Callable[[Group], Sequence[str]]
     """The state that a tensor has after its first update."""
+    columns: Callable[[list[list[Tensor]]], tuple[list[Tensor], list[Tensor], list[Tensor]]]
+    """Velocity, momentum and second moments in the state of a block."""
 
 
 def _adam_needs(group: Group) -> tuple[str, ...]:
@@ -226,9 +248,13 @@ def _adam_needs(group: Group) -> tuple[str, ...]:
 
 
 RULES = {
-    "SGD": PreviewRule(sgd_terms, lambda group: ("momentum_buffer",) if group["momentum"] else ()),
-    "Adam": PreviewRule(adam_terms, _adam_needs),
-    "AdamW": PreviewRule(_adamw_terms, _adam_needs),
+    "SGD": PreviewRule(
+        sgd_terms,
+        lambda group: ("momentum_buffer",) if group["momentum"] else (),
+        lambda state: (state[0] if state else [], [], []),
+    ),
+    "Adam": PreviewRule(adam_terms, _adam_needs, lambda state: ([], state[0], state[-1])),
+    "AdamW": PreviewRule(_adamw_terms, _adam_needs, lambda state: ([], state[0], state[-1])),
 }
 """By the name of torch's class."""
 
@@ -273,29 +299,59 @@ class Prepared:
     """By the ``id`` of a pair."""
 
 
+class Behind:
+    """Prepares previews of neighbours in an arena, block by block."""
+
+    def __init__(
+        self, prepared: Prepared, pairs: Sequence[ParameterPair], rule: PreviewRule, terms: Terms
+    ) -> None:
+        self._prepared, self._pairs, self._rule, self._terms = prepared, pairs, rule, terms
+        self._first: int | None = None
+        self._owners: list[int] = []
+        self._norms: list[Tensor] = []
+
+    def block(self, block: Block) -> None:
+        """Write the previews of its masters and state as they are."""
+        if self._first is None:
+            self._first = block.places.start
+        into = block.previews or block.targets
+        self._norms += self._terms.write(block.masters, into, *self._rule.columns(block.state))
+        places = range(block.places.start - self._first, block.places.stop - self._first)
+        self._owners += places
+
+    def end(self) -> None:
+        """Note what their gradients add."""
+        sizes = [pair.stepped.numel() for pair in self._pairs]
+        owners = self._owners if self._norms else []
+        shares = self._terms.shares(sizes, owners, self._norms)
+        self._prepared.shares.update(zip(map(id, self._pairs), shares, strict=True))
+
+
 class Previews:
     """Previews of one optimizer's updates. See Note [Previews]."""
 
     def __init__(self, rule: PreviewRule, replica: Replica) -> None:
         self._rule, self._replica, self._streams = rule, replica, replica.streams
         self._prepared: Prepared | None = None
-        self._settings: Settings | None = None
-        """Those of the previews that are prepared, or being prepared."""
+        self._next: Prepared | None = None
+        """Those that are prepared, or being prepared."""
 
     # On the training thread.
 
     @property
     def is_prepared(self) -> bool:
         """Previews are prepared, or being prepared."""
-        return self._settings is not None
+        return self._next is not None
 
-    def new_settings(self) -> Settings | None:
-        """The settings to prepare with, as they are now; None: that was done with these."""
+    def begin(self) -> Prepared | None:
+        """Those to be prepared, with the settings as they are now; None: that was done.
+
+        From here on an update that is running prepares what it updates (:meth:`behind`)."""
         now: Settings = frozen(_settings_of(self._replica.optimizer))
-        if self._settings is not None and _are_equal(now, self._settings):
+        if self._next is not None and _are_equal(now, self._next.settings):
             return None
-        self._settings = now
-        return now
+        self._next = Prepared(self._replica.parts, now)
+        return self._next
 
     @property
     def _writes_at_once(self) -> bool:
@@ -328,23 +384,37 @@ class Previews:
 
     def forget(self) -> None:
         """Drop what was prepared: masters or state may be edited. Nothing may be preparing now."""
-        self._prepared = self._settings = None
+        self._prepared = self._next = None
 
     # On the optimizer thread.
 
     @torch.no_grad()
-    def prepare(self, settings: Settings) -> None:
-        """Make what the next boundary publishes, of masters and state as they are."""
-        prepared = Prepared(self._replica.parts, settings)
+    def prepare(self, prepared: Prepared) -> None:
+        """Make what the next boundary publishes, of masters and state as they are: what is left."""
         for part in prepared.parts:
-            self._make(part, prepared)
+            left = [id(pair) not in prepared.shares for pair in part.pairs]
+            self._make(part, prepared, left, writes=not self._writes_at_once)
         self._prepared = prepared
+
+    def behind(self) -> Callable[[Sequence[ParameterPair], list[float]], Behind | None] | None:
+        """What an update, block by block, prepares for the next boundary; None: nothing yet."""
+        prepared = self._next
+        if prepared is None or prepared.parts is not self._replica.parts or self._writes_at_once:
+            return None
+
+        def follow(pairs: Sequence[ParameterPair], counts: list[float]) -> Behind | None:
+            if min(counts) < max(counts):
+                return None
+            terms = self._rule.terms(prepared.settings[pairs[0].group], counts[0], ())
+            return Behind(prepared, pairs, self._rule, terms)
+
+        return follow
 
     def take(self) -> Prepared:
         """What was prepared for this boundary; an empty one where that does not fit any more."""
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared.settings is self._settings:
-            self._settings = None  # else they are of the one after this already
+        if prepared is not None and prepared is self._next:
+            self._next = None  # else that is of the one after this already
         parts, settings = self._replica.parts, _settings_of(self._replica.copy)
         fits = prepared is not None and prepared.parts is parts
         if prepared is not None and fits and _are_equal(settings, prepared.settings):
@@ -374,12 +444,37 @@ class Previews:
         if missing and not self._writes_at_once:
             self._streams.wait_for_side()  # the memory that is overwritten may still be sent up
         if missing or self._writes_at_once:
-            self._make(part, prepared, due)
-        for pair, grad, factor, is_late in zip(part.pairs, grads, factors, due, strict=True):
-            if is_late and grad is not None:
-                self._write(pair, grad, prepared.shares[id(pair)], factor)
-            elif id(pair.param) in newer:
+            self._make(part, prepared, due, writes=True)
+        written = self._write_blocks(part, prepared, due, grads, factors)
+        for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
+            if due[place] and grad is not None and place not in written:
+                self._write(pair, grad, prepared.shares[id(pair)], factors[place])
+            elif not due[place] and id(pair.param) in newer:
                 pair.publish(self._streams)
+
+    def _write_blocks(
+        self,
+        part: Part,
+        prepared: Prepared,
+        due: Sequence[bool],
+        grads: Sequence[Tensor | None],
+        factors: Sequence[float],
+    ) -> set[int]:
+        """:meth:`_write` in host memory, block by block; returns the places that it did."""
+        written: set[int] = set()
+        for _, places, run in self._replica.runs_of(part) if self._streams.is_host else ():
+            mine = [grads[place] for place in places]
+            if not isinstance(run, FlatRun) or not run.is_laid_out(mine):
+                continue
+            for a, b in stretches([not due[place] for place in places], places):
+                chosen = places[a:b]
+                shares = [prepared.shares[id(part.pairs[place])] for place in chosen]
+                for block in run.blocks_of(a, b):
+                    run.gather(block, mine, DeferredUnscale())
+                    some = slice(block.places.start - a, block.places.stop - a)
+                    _add_shares(block, shares[some], [factors[place] for place in chosen[some]])
+                written.update(chosen)
+        return written
 
     def _write(self, pair: ParameterPair, grad: Tensor, share: Share, factor: float) -> None:
         """``target = preview + share``, one multiply and add.
@@ -391,17 +486,18 @@ class Previews:
         if pair.preview is not None and not self._streams.is_host:
             self._streams.up(source, target)
             source = target
-        rate, limit = share.rate * factor, share.limit / factor if factor else math.inf
+        rate, limit = _scaled(share, factor)
         for out, preview, piece in pieces_of((target, source, grad), _piece_on(target.device)):
             bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
             bounded = bounded if limit > MAX_LIMIT else bounded.clamp(-limit, limit)
             torch.add(preview, bounded, alpha=rate, out=out)
 
-    def _make(self, part: Part, prepared: Prepared, due: Sequence[bool] | None = None) -> None:
-        """Previews of a part, where the masters' state is known; ``due``: to be written at once."""
+    def _make(self, part: Part, prepared: Prepared, due: Sequence[bool], writes: bool) -> None:
+        """Previews of those that are ``due``, where the masters' state is known; not ``writes``:
+        only what their gradients add."""
         state, needs = self._replica.copy.state, self._rule.needs
         known: list[tuple[ParameterPair, Mapping[str, Any]]] = []
-        for pair in part.pairs if due is None else compress(part.pairs, due):
+        for pair in compress(part.pairs, due):
             entry = state.get(pair.stepped) or {}
             if pair.is_master and _has(entry, needs(prepared.settings[pair.group])):
                 known.append((pair, entry))
@@ -414,10 +510,25 @@ class Previews:
             terms = self._rule.terms(prepared.settings[group], count, states)
             weights = [pair.stepped.detach() for pair in pairs]
             into = [pair.target if pair.preview is None else pair.preview for pair in pairs]
-            is_wanted = due is not None or not self._writes_at_once
-            largest = _piece_on(weights[0].device)
-            shares = terms.preview(weights, into if is_wanted else None, largest)
+            shares = terms.preview(weights, into if writes else None, _piece_on(weights[0].device))
             prepared.shares.update(zip(map(id, pairs), shares, strict=True))
+
+
+def _scaled(share: Share, factor: float) -> Share:
+    """The share of a gradient that is still to be multiplied by ``factor``."""
+    return Share(share.rate * factor, share.limit / factor if factor else math.inf)
+
+
+def _add_shares(block: Block, shares: Sequence[Share], factors: Sequence[float]) -> None:
+    """Write previews and shares to the model; the gradients are in scratch."""
+    scaled = list(map(_scaled, shares, factors))
+    limits = [min(limit, MAX_LIMIT) for _, limit in scaled]
+    if min(limits) < MAX_LIMIT:
+        torch._foreach_clamp_min_(block.into, [-limit for limit in limits])
+        torch._foreach_clamp_max_(block.into, limits)
+    columns = (block.previews, block.into, scaled, block.targets)
+    for preview, grad, (rate, _), target in zip(*columns, strict=True):
+        torch.add(preview, grad, alpha=rate, out=target)
 
 
 class PreviewError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, pairwise
 from operator import attrgetter, is_
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..optimizer_step import ATTRIBUTE, AdamGroup
+from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
 from ..scaling import (
     SMALL,
     DeferredUnscale,
@@ -30,7 +30,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .blocks import FlatRun, rule_of, runs_of
+from .blocks import FlatRun, Follower, neighbours, rule_of
 from .compile_session import beside_no_compile
 from .master_params import (
     MasterRule,
@@ -91,7 +91,7 @@ class Part:
         self.groups = dict(sorted(found.items()))
         """The places of each parameter group's pairs, in the optimizer's order of groups."""
         self.runs: list[tuple[int, list[int], AdamGroup | FlatRun]] | None = None
-        """Group, places, and what steps them by direct calls of a fused kernel."""
+        """Group, places, and what may step them by direct calls of a fused kernel."""
 
 
 class Replica:
@@ -313,7 +313,7 @@ class Replica:
             not self._buffers
             or set(map(type, grads)) != {Tensor}
             or list(map(Tensor.numel, grads)) != list(map(Tensor.numel, self._buffers))
-            or not all(map(self._runs_of, self.parts))
+            or not all(self._covers(part, self.runs_of(part)) for part in self.parts)
         ):
             return False
         if multiply is not None:
@@ -360,24 +360,25 @@ class Replica:
             self._state, self._entries, self._values = state, list(state.values()), None
             self._has_all_state = len(known) == len(self.pairs)
             self._forget_runs()
+        groups = self.optimizer.param_groups
+        runs = chain.from_iterable(part.runs or () for part in self.parts)
+        if not all(run.still_fits(groups[number]) for number, _, run in runs):
+            self._forget_runs()
+            self._values = None
         if self.has_masters or self.is_sharded:
             values = self._state_values()
             if self._values is None or not _are_same(values, self._values):
                 for pair in self.pairs:
                     self._move_entry(pair, self.copy.state.get(pair.stepped, {}))
                 self._values = self._state_values()
-        groups = self.optimizer.param_groups
-        runs = chain.from_iterable(part.runs or () for part in self.parts)
-        if not all(run.still_fits(groups[number]) for number, _, run in runs):
-            self._forget_runs()
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Bring one parameter's state to where it is stepped: into the arena of its master."""
         move_entry(pair, entry)
-        group = self.optimizer.param_groups[pair.group]
-        rule = rule_of(self.optimizer, group)
+        group, rule = self.optimizer.param_groups[pair.group], rule_of(self.optimizer)
         if rule is not None and pair.arena is not None:
-            pair.arena.adopt(pair.slot, entry, rule.keys(group), rule.counts)
+            counts = rule.counts and rule.takes(group)  # else they may be on another device
+            pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
 
     def _forget_runs(self) -> None:
         for part in self.parts:
@@ -451,18 +452,25 @@ class Replica:
         deferred: DeferredUnscale,
         publishes: bool,
         buffered: bool = False,
+        follow: Callable[..., Follower | None] | None = None,
     ) -> None:
         """On the worker: do what is ``deferred`` to a part's gradients, and update it.
 
         Args:
             publishes: write masters' new values to the model.
             buffered: :meth:`fill_buffers` has taken the gradients.
+            follow: see :meth:`.FlatRun.step`.
         """
-        runs = self._runs_of(part)
-        if runs is None or not (
-            buffered or all(run.takes([grads[i] for i in places]) for _, places, run in runs)
+        runs = self.runs_of(part)
+        if not (
+            buffered
+            or (
+                self._covers(part, runs)
+                and all(run.takes([grads[i] for i in places]) for _, places, run in runs)
+            )
         ):
-            part.runs = None  # the step may make or replace state
+            if not all(isinstance(run, FlatRun) for _, _, run in runs) or not runs:
+                part.runs = None  # the step may make or replace state
             final = self.bring(part.pairs, grads, deferred)
             self._step_in_python(part, final, deferred.divide)
             for pair in part.pairs if publishes else ():
@@ -472,7 +480,7 @@ class Replica:
         for number, places, run in runs:
             group, mine = self.copy.param_groups[number], [grads[place] for place in places]
             if isinstance(run, FlatRun):
-                run.step(kind, group, self.copy.state, mine, deferred, publishes)
+                run.step(kind, group, self.copy.state, mine, deferred, publishes, follow)
             elif buffered:
                 taken = self._buffers[part.start : part.end]
                 run.update(group, [taken[place] for place in places], deferred.divide)
@@ -504,39 +512,36 @@ class Replica:
             deferred.apply(scaled)
         return final
 
-    def _runs_of(self, part: Part) -> list[tuple[int, list[int], AdamGroup | FlatRun]] | None:
+    def runs_of(self, part: Part) -> list[tuple[int, list[int], AdamGroup | FlatRun]]:
+        """On the worker: what may step some of a part's places by calls of a fused kernel."""
         if part.runs is None:
-            runs = list(self._make_runs(part))
-            part.runs = None if None in runs else runs  # type: ignore[assignment]
+            # Not where one of them is there twice.
+            part.runs = list(self._make_runs(part) if len(self.part_of) == len(self.params) else ())
         return part.runs
 
-    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], AdamGroup | FlatRun] | None]:
-        """None: what only the optimizer's own step can update."""
-        if len(self.part_of) < len(self.params):
-            yield None  # one of them twice
+    def _covers(self, part: Part, runs: Sequence[tuple[int, list[int], object]]) -> bool:
+        return sum(len(places) for _, places, _ in runs) == len(part.pairs)
+
+    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], AdamGroup | FlatRun]]:
+        rule = rule_of(self.optimizer)
+        if rule is None:
             return
         for number, places in part.groups.items():
             group = self.copy.param_groups[number]
-            rule = rule_of(self.optimizer, group)
-            if rule is None:
-                yield None
-                return
             own = [place for place in places if part.pairs[place].arena is None]
-            if own:
-                mine = [part.pairs[place].stepped for place in own]
-                yield (number, own, self._list_of(group, mine)) if self._can_list(mine) else None
-            for run in runs_of(part.pairs, [place for place in places if place not in set(own)]):
+            params = [part.pairs[place].stepped for place in own]
+            if own and self._can_list(group, params):
+                yield number, own, AdamGroup(self.copy, {**group, "params": params})
+            for run in neighbours(part.pairs, sorted(set(places).difference(own))):
                 pairs = [part.pairs[place] for place in run]
                 flat = FlatRun(pairs, rule, group, self.streams, self.sends, self._take_scratch)
                 yield number, run, flat
 
-    def _list_of(self, group: dict[str, Any], params: list[Any]) -> AdamGroup:
-        return AdamGroup(self.copy, {**group, "params": params})
-
-    def _can_list(self, params: list[Any]) -> bool:
+    def _can_list(self, group: dict[str, Any], params: list[Any]) -> bool:
         """Whether the fused Adam kernel can be called for tensors of the model's own."""
         return (
             type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+            and is_plain(group)
             and is_uniform([p.detach() for p in params])
             and all(self.copy.state.get(p) for p in params)
             and not any(laid_out_otherwise(p, self.copy.state) for p in params)

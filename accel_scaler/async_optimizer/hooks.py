@@ -169,6 +169,8 @@ class SyncHooks:
                     state.pop(index, None)  # made for sharing, never filled
                 else:
                     state[index] = entry
+        # Copies on this stream have read what the next step writes on another.
+        stepper.streams.wait_on_host(stepper.streams.record())
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ from .supported_optimizers import refuse_overlap
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
+
+_version_of = attrgetter("_version")
 
 
 class Stage(Enum):
@@ -151,8 +154,9 @@ class AsyncStepper(Stepper):
         self._inflight: InflightStep | None = None
         """Of stage ``RUNNING``."""
         self._guards_backward = guards_backward
-        self._versions: dict[int, int] = {}
-        """With masters: by ``id``, each parameter's when it last was what its master rounds to."""
+        self._versions: list[int] = []
+        """With masters: each parameter's, in the order of the parts, when it last was what its
+        master rounds to."""
         self._logged_edits = False
         self._lost: str | None = None
         self._trainer = threading.current_thread()
@@ -233,11 +237,18 @@ class AsyncStepper(Stepper):
             moved = [p.param for p in pairs if places[id(p.param)] != place_of(p.target)]
             self._publish(self.delayed)
         before = replica.pairs
+        # Without masters there are none yet.
+        known = dict(zip(map(id, replica.params), self._versions, strict=False))
         replica.follow()
         unguard(before, kept=replica.pairs)
         if self.delayed is not None:
             self.delayed.follow()
-        self._note_versions(self._versions)
+        self._note_versions()
+        if self._versions:
+            self._versions = [
+                known.get(id(p), version)
+                for p, version in zip(replica.params, self._versions, strict=True)
+            ]
         if moved:
             raise OrderError(
                 f"{self._names(moved)} moved or changed shape while a newer value was waiting to "
@@ -245,19 +256,24 @@ class AsyncStepper(Stepper):
                 "optimizer.synchronize() before changing parameters."
             )
 
-    def _note_versions(self, known: dict[int, int] | None = None) -> None:
+    def _note_versions(self) -> None:
         params = self.replica.params if self.replica.has_masters else ()
-        self._versions = {id(p): (known or {}).get(id(p), p._version) for p in params}
+        self._versions = list(map(_version_of, params))
 
     def _follow_edits(self) -> None:
         known = self._versions
+        self._note_versions()
         edited = [
             pair
-            for pair in (self.replica.ordered if known else ())
-            if pair.param._version != known.get(id(pair.param))
+            for pair, now, version in zip(
+                self.replica.ordered if known != self._versions else (),
+                self._versions,
+                known,
+                strict=False,
+            )
+            if now != version
         ]
         if edited and self.has_newer:
-            self._note_versions()
             raise OrderError(
                 f"{self._names([pair.param for pair in edited])} changed in place while a newer "
                 "value was waiting to be published (step_mode='delayed'), which stays; the change "
@@ -474,7 +490,9 @@ class AsyncStepper(Stepper):
         if deferred.divide is not None and (fn is not None or replica.sends):
             # No kernel is given what stands in ``.grad``, which torch leaves unscaled.
             deferred = DeferredUnscale(multiply=1.0 / deferred.divide)
-        grads = [None if grad is None else local(grad) for grad in found]
+        grads = list(found)
+        if replica.is_sharded:
+            grads = [None if grad is None else local(grad) for grad in found]
         held: Sequence[Tensor | None] = []
         sent: list[Any] = []
         on_device: list[Tensor | None] | None = None
@@ -850,7 +868,7 @@ class AsyncStepper(Stepper):
     def release(self) -> None:
         """Once it is closed: keep no master and no copy of a parameter."""
         self.replica.let_go()
-        self.delayed, self._versions = None, {}
+        self.delayed, self._versions = None, []
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)

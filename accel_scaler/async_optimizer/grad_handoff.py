@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from .pending_parameter import (
 from .streams import PartEvents, SideStreams
 
 _count_of: Callable[[int], int] = torch._C._storage_Use_Count
+_address_of, _layout_of, _data_of = map(attrgetter, ("_cdata", "layout", "data"))
+
+OWN = 2
+"""Uses of a storage that nobody else has: one is the tensor's, one that of ``untyped_storage()``.
+"""
 
 
 def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -29,11 +35,16 @@ def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     None for shards, sparse ones and those whose memory others write to unseen: DDP's buckets, a
     buffer of the user's.
     """
+    found: list[Any] = list(grads)
+    if {Tensor} == set(map(type, found)) and {torch.strided} == set(map(_layout_of, found)):
+        # Maps over C functions: with thousands of gradients a Python loop would show.
+        counts = map(_count_of, map(_address_of, map(Tensor.untyped_storage, found)))
+        return [grad if count <= OWN else None for grad, count in zip(found, counts, strict=True)]
     return [
         grad
         if type(grad) is Tensor and grad.layout is torch.strided and not is_shared(grad)
         else None
-        for grad in grads
+        for grad in found
     ]
 
 
@@ -41,8 +52,7 @@ def is_shared(grad: Tensor) -> bool:
     """Whether its memory is another tensor's, too."""
     if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
         return False
-    # One count is the gradient's, one that of ``untyped_storage()``.
-    return _count_of(grad.untyped_storage()._cdata) > 2
+    return _count_of(grad.untyped_storage()._cdata) > OWN
 
 
 def read_in_place(
@@ -53,6 +63,8 @@ def read_in_place(
     The rest is copied, and unscaled in ``.grad`` here as in the copy there.
     """
     held = readable_in_place(grads)
+    if not deferred and set(map(type, held)) == {Tensor}:
+        return list(map(_data_of, held)), held
     copied = [grad if own is None else None for grad, own in zip(grads, held, strict=True)]
     taken = [
         grad if grad is None else grad.clone() if own is None else own.data

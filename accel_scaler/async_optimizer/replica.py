@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, pairwise
+from itertools import chain, filterfalse, pairwise
 from operator import attrgetter, is_
 from typing import Any
 
@@ -55,7 +55,7 @@ PARTS = 32
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
-_dtype_of = attrgetter("dtype")
+_dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
 
 class ThreadContext:
@@ -187,12 +187,13 @@ class Replica:
         # float16 is refused without a master, once it is trained.
         low = self.masters.rounded | {torch.float16}
         may_need_masters = self.masters.every or not low.isdisjoint(dtypes)
+        frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
             list(map(Tensor.data_ptr, held)),
             list(map(Tensor.size, held)),
             list(map(Tensor.stride, held)),
             dtypes,
-            may_need_masters and list(map(is_stepped, params)),
+            may_need_masters and [*map(_is_required, params), *map(is_stepped, frozen_ones)],
         )
 
     def rounds_now(self) -> bool:
@@ -387,7 +388,7 @@ class Replica:
     def _state_values(self) -> list[Any]:
         """What the parameters' entries hold."""
         entries = [e for key, e in self.copy.state.items() if isinstance(key, Tensor)]
-        return [value for entry in entries for value in entry.values()]
+        return list(chain.from_iterable(map(dict.values, entries)))
 
     def keep(self) -> None:
         """On the worker, before a step and once it is enqueued: record the memory of what is

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 STEPS, ACCUMULATION, OVERFLOW, CLIP = 12, 2, 7, 0.5
@@ -271,3 +272,32 @@ def test_gradients_that_were_sent_down_do_not_stay(
             wait_for_update(inner)
             assert left < full - 0.9 * size
         del loss
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize(("clips", "scale"), [(False, None), (True, 4.0)])
+def test_a_gradient_travels_once_a_step(
+    scale: float | None, clips: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is final; each of the backwards sent it, and so did a clip."""
+    sent, down = list[float](), SideStreams.down
+
+    def counted(self: SideStreams, source: Tensor, host: Tensor) -> Any:
+        sent.append(source.item())
+        return down(self, source, host)
+
+    monkeypatch.setattr(SideStreams, "down", counted)
+    scaler = None if scale is None else GradScaler(KIND, init_scale=scale)
+    w = nn.Parameter(torch.ones(1, device=DEVICE))
+    inner = torch.optim.SGD([w], lr=0.125)
+    with AsyncOptimizer(inner, mode=mode, offload="cpu", scaler=scaler) as optimizer:
+        for _ in range(2):
+            loss = w.sum()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if clips:
+            optimizer.clip_grad_norm_(10.0)
+        assert sent == []
+        optimizer.step()
+        assert sent == [2.0]
+        optimizer.synchronize()
+        assert w.item() == 0.75

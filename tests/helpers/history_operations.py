@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
 from accel_scaler import OrderError, StepError
+from accel_scaler.async_optimizer import blocks as blocks_module
 from accel_scaler.async_optimizer import replica as replica_module
 
 WHICH = range(8)
@@ -958,7 +959,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         tied=r.random() < 0.25 and not on_device,
         two=attached and r.random() < 0.8 and not stock,
         parts=r.random() < 0.5,
-        width=r.choice((3, 3, 192 if on_device else 3)),
+        width=r.choice((3, 3, 192 if on_device else 5)),
         fold=r.random() < 0.15,
         inner_schedule=r.random() < 0.5,
         other_stream=on_device and r.random() < 0.3,
@@ -997,10 +998,11 @@ def play(
     with ExitStack() as stack:
         for each in (stream, *[lazy_worker()] * (device == "cpu")):
             stack.enter_context(each)
-        if not setup.parts:
-            stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-                replica_module, "SMALLEST_PART", 1 << 19
-            )
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if setup.parts:
+            patch.setattr(blocks_module, "HOST_BLOCK", 16)
+        else:
+            patch.setattr(replica_module, "SMALLEST_PART", 1 << 19)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         thread = Thread(device == "cpu" and any(name == "change_thread" for name, _ in calls))
         stack.callback(thread.end)

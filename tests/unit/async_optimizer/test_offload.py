@@ -102,35 +102,6 @@ def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, 
     train(model, inner, 3, 4)  # torch goes on from there
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("clips", "scale"), [(False, None), (True, 4.0)])
-def test_a_gradient_travels_once_a_step(
-    scale: float | None, clips: bool, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When it is final; each of the backwards sent it, and so did a clip."""
-    sent, down = list[float](), SideStreams.down
-
-    def counted(self: SideStreams, source: Tensor, host: Tensor) -> Any:
-        sent.append(source.item())
-        return down(self, source, host)
-
-    monkeypatch.setattr(SideStreams, "down", counted)
-    scaler = None if scale is None else GradScaler("cpu", init_scale=scale)
-    w = nn.Parameter(torch.ones(1))
-    inner = torch.optim.SGD([w], lr=0.125)
-    with AsyncOptimizer(inner, mode=mode, offload="cpu", scaler=scaler) as optimizer:
-        for _ in range(2):
-            loss = w.sum()
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if clips:
-            optimizer.clip_grad_norm_(10.0)
-        assert sent == []
-        optimizer.step()
-        assert sent == [2.0]
-        optimizer.synchronize()
-        assert w.item() == 0.75
-
-
 # master_params.py, replica.py, streams.py alone.
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_scaler.async_optimizer.arena import Arena
 from accel_scaler.async_optimizer.master_params import ParameterPair
 from accel_scaler.async_optimizer.spot_check import MAX_WHOLE, RUN, STRIDE, SpotCheck
 
@@ -22,7 +23,7 @@ def pairs(request: pytest.FixtureRequest) -> list[ParameterPair]:
 
 def check_of(pairs: list[ParameterPair], edited: set[int] | None = None) -> SpotCheck:
     for pair in pairs:
-        pair.give_master(torch.empty_like(pair.target, dtype=torch.float32))
+        pair.give_master(Arena([pair.target], torch.device("cpu")), 0)
     return SpotCheck(pairs, set() if edited is None else edited)
 
 

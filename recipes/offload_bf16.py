@@ -85,7 +85,7 @@ def train(args: argparse.Namespace, offloads: bool) -> dict:
     drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes, **drop)
     model = GPT2LMHeadModel(config).to(getattr(torch, args.weights))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.max_steps)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     checkpoint, half = args.output_dir / "checkpoint", args.max_steps // 2

@@ -50,7 +50,7 @@ def _run(argv: list[str]) -> int:
         return launch(argv[1:])
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
-        description="fp16 training in Hugging Face Accelerate: launch a script, report a run.",
+        description="The optimizer step of Accelerate, checked: launch a script, report a run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from accel_scaler import attach
+from accel_scaler import attach, detach
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -56,6 +56,8 @@ def train(name: str, args: argparse.Namespace, settings: dict[str, Any] | None) 
     accelerator = Accelerator(mixed_precision="bf16", cpu=args.cpu)
     if settings is not None:
         attach(accelerator, settings)
+    else:
+        detach(accelerator)  # `accel-scaler launch` attaches every one
     set_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
     model.append(nn.Linear(64, 1))
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     spikes = {"skip_norm_above": args.skip_norm_above}
     losses = [
         train("stock", args, None),
-        train("attach", args, {}),
+        train("attach", args, {"skip_norm_above": None}),
         train(f"attach, skip_norm_above={args.skip_norm_above}", args, spikes),
     ]
     args.poisoned = args.spike = -1

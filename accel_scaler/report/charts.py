@@ -101,8 +101,7 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "norm",
             "Gradient norm, unscaled, before clipping",
-            "The length of the whole gradient at each step, as the optimizer would have it without "
-            "clipping.",
+            "The length of the whole gradient, as the optimizer would have it without clipping.",
             "log",
             norm,
             _bad(run, "norm"),
@@ -118,19 +117,17 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "time",
             "Step time",
-            "From the end of the step before to the end of this one, by the clock of the host; how "
-            "long the optimizer's update took, and how long the training thread waited for it. In "
-            "overlap and delayed the rest of the update ran beside it.",
+            "From the end of the step before to the end of this one, the optimizer's update, and "
+            "the training thread's wait for it. In overlap and delayed the rest ran beside it.",
             "linear",
             times,
         ),
         Chart(
             "largest",
             "Headroom: the largest scaled gradient",
-            "The largest element of the parameters' gradients, as the backward left them: "
-            "multiplied by the scale. Each halving below float16's largest number is a doubling "
-            "that the scale has left, as far as parameters show it; what float32 adds up may lie "
-            "above.",
+            "The largest element of the parameters' gradients, multiplied by the scale. Each "
+            "halving below float16's largest number is a doubling that the scale has left, as far "
+            "as parameters show it; what float32 adds up may lie above.",
             "log",
             _lines(run, "largest", "largest gradient", is_log=True),
             limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],
@@ -185,9 +182,12 @@ def _skips(run: Run, lines: list[Line]) -> list[Marks]:
 
 
 def _bad(run: Run, name: str) -> list[Marks]:
-    """Numbers that were inf or NaN have no height."""
-    at = [i for i, mean in enumerate(run.bins.means(name)) if mean.bad]
-    return [Marks("inf or NaN", "triangle", at, [None] * len(at))] if at else []
+    """At the upper edge: numbers that were inf or NaN, and windows skipped as spikes."""
+    bad = [i for i, mean in enumerate(run.bins.means(name)) if mean.bad]
+    spikes = [i for i, norms in enumerate(run.bins.means("spike")) if norms.count]
+    label = counted(run.kinds["spike"], "skipped spike")
+    both = (("inf or NaN", bad, "bad"), (label, spikes, "warn"))
+    return [Marks(what, "triangle", at, [None] * len(at), hue) for what, at, hue in both if at]
 
 
 def _rates(run: Run) -> list[Line]:

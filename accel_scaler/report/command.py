@@ -20,7 +20,7 @@ from .run import Run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler report`` to a parser."""
     parser.description = (
-        "Show what the scaler did: the summary in words, charts, and a table of what overflowed. "
+        "Show what became of each optimizer step: a summary in words, and charts, as one page. "
         "The file is written by training with telemetry=PATH."
     )
     parser.add_argument(

@@ -8,8 +8,7 @@ from ..console import counted, number, percent
 from ..telemetry import Finding, diagnose, ending
 from .run import Run
 
-MANY_CLIPPED = 0.5
-LITTLE_HIDDEN = 0.5
+MANY_CLIPPED = LITTLE_HIDDEN = 0.5
 
 
 def find(run: Run) -> list[Finding]:
@@ -26,8 +25,7 @@ def clipping(run: Run) -> Finding | None:
         "note",
         f"The gradient norm was above the clipping threshold in {percent(run.clipped, run.limited)}"
         f" of the windows (mean {mean}, threshold {number(limits[-1])}).",
-        "Every such step has the same length, whatever the gradient; for many language models "
-        "that is meant.",
+        "Every such step has the same length; for many language models that is meant.",
     )
 
 

@@ -47,7 +47,7 @@ differently as well (after Okabe and Ito)."""
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
     found, heat = charts(run), heatmap(run)
-    title = f"Loss scaling: {run.label}"
+    title = f"Optimizer steps: {run.label}"
     body = [_verdict(run), _about(run), _tiles(run)]
     others = [chart for chart in found if chart.name != "loss"]
     if run.windows:
@@ -146,6 +146,7 @@ def _about(run: Run) -> str:
     session = run.sessions[-1]
     known, settings = session.start.facts, session.start.settings
     parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known]
+    parts = ["no autocast" if part == "no" else part for part in parts]
     if "step_mode" in settings:
         parts.append(f"step_mode {settings['step_mode']}")
     if known.get("ranks", 1) > 1:

@@ -23,7 +23,7 @@ class KeyNumber:
 
 
 def key_numbers(run: Run) -> list[KeyNumber]:
-    """The tiles, with a dash for what the run does not have; then what it has besides."""
+    """The tiles, with a dash for what is unknown; then what the run has besides."""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     names = {"search": "searching", "growth": "after growth", "spike": "spikes"}
     kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
@@ -36,13 +36,13 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         KeyNumber("windows", f"{run.windows:,}", sessions),
         KeyNumber("skipped", f"{run.skips:,}", f"{share}: {kinds}" if kinds else share),
         _loss(run),
-        _scale(run),
+        *[_scale(run)] * run.is_scaled,
         _speed(run),
         hidden,
     ]
     if run.highest is not None:
         norm, x = run.highest
-        found.append(KeyNumber("largest finite norm", number(norm), run.place(x)))
+        found.append(KeyNumber("largest finite norm", f"{norm:.3g}", run.place(x)))
     if run.limited:
         found.append(KeyNumber("clipped", percent(run.clipped, run.limited)))
     if run.largest is not None and run.least_room is not None:
@@ -70,8 +70,8 @@ def _loss(run: Run) -> KeyNumber:
 
 
 def _scale(run: Run) -> KeyNumber:
-    if run.lowest is None or not run.is_scaled:
-        return KeyNumber("scale", NONE, "no loss scaling" if run.windows else "")
+    if run.lowest is None:
+        return KeyNumber("scale", NONE)
     low, x = run.lowest
     more = f"{number(run.first_scale)} at first, lowest {number(low)} ({run.place(x)})"
     return KeyNumber("scale", number(run.last_scale), more)

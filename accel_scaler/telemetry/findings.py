@@ -100,8 +100,8 @@ def _cause(run: Diagnosis, before: int) -> str:
         return where if run.bad.count else f"{where} Look at the data of these batches."
     if any(module == each or module.startswith(f"{each}.") for each in run.healed):
         return f"{where} heal keeps it in float32."
-    which = f": {module_list([module])}" if module else ""
-    return f"{where} Keep it in float32{which}, or lower the learning rate."
+    keep = "Keep it in float32" + f": {module_list([module])}" * bool(module)
+    return f"{where} {keep if run.is_scaled else 'Look at its input'}, or lower the learning rate."
 
 
 def module_list(names: Iterable[str]) -> str:
@@ -175,7 +175,7 @@ def skips(run: Diagnosis) -> Finding:
     parts = ", ".join(f"{count:,} {name}" for name, count in when.items() if count)
     title = f"{counts}, {run.skips:,} skipped ({percent(run.skips, run.windows)}): {parts}."
     if later > MANY_SKIPPED * run.windows:
-        lost = percent(later, run.windows)
-        return Finding("warn", title, f"After the search {lost} of the windows trained nothing.")
+        lost = f"{percent(later, run.windows)} of the windows trained nothing"
+        return Finding("warn", title, f"{lost}{', after the search' * run.is_scaled}.")
     is_odd = later > run.kinds["growth"] or run.skips == run.windows or overflow(run)
     return Finding("note" if is_odd else "good", title)

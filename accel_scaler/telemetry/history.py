@@ -88,14 +88,14 @@ class History:
         if not self.records:
             return "scaler: no window has closed yet"
         run, norm, names = self.diagnosis(), self.max_grad_norm, self.last_overflow()
-        lines = [
-            verdict(run),
+        scaled = [
             f"scaler: {counted(self.boundaries, 'window')}, {self.skips} skipped",
-            *[f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now"]
-            * self.is_scaled,
-            f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}",
+            f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
         ]
-        return "\n".join([*lines, *[f"last overflow seen in: {', '.join(names)}"] * bool(names)])
+        lines = [verdict(run), *scaled * self.is_scaled]
+        lines += [f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}"]
+        what = "overflow" if self.is_scaled else "inf or NaN"
+        return "\n".join(lines + [f"last {what} seen in: {', '.join(names)}"] * bool(names))
 
     def last_overflow(self) -> tuple[str, ...]:
         """Names in the latest kept record that has any."""

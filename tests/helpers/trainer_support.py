@@ -129,6 +129,26 @@ def make(
     return trainer, recorder
 
 
+def sft_trainer(model: Any, **settings: Any) -> Any:
+    """TRL's SFTTrainer on the text; ``settings`` are those of its ``SFTConfig``."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(256)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    rows = [{"input_ids": row["input_ids"].tolist()} for row in examples(20)]
+    return SFTTrainer(
+        model,
+        SFTConfig(**(settings | {"max_length": BLOCK})),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=words, eos_token="0", pad_token="1"
+        ),
+    )
+
+
 def as_stock(trainer: Any) -> Any:
     """The same Trainer with torch's own scaler, as stock Accelerate runs it on a GPU."""
     stock_fp16_on_cpu(trainer.accelerator)

@@ -27,6 +27,12 @@ from accel_scaler.launch.shipped_configs import find_config, shipped_configs
 EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {
     "cpu_fp16": (1, 1, None, None),
     "fsdp2_fp16": (2, 1, "use_fsdp", None),
+    "gpu_bf16_guard": (
+        1, 1, None, ScalerConfig(skip_norm_above="4x", max_consecutive_skips=50)
+    ),
+    "gpu_bf16_offload": (
+        1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
+    ),
     "gpu_fp16": (1, 1, None, None),
     "gpu_fp16_offload": (
         1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
@@ -79,7 +85,7 @@ def test_accelerate_reads_every_file_and_our_section_is_what_is_expected(
     args = as_accelerate_reads(path)
     assert (args.num_processes, args.num_machines) == (processes, machines)
     assert [flag for flag in LAUNCHERS if getattr(args, flag)] == ([launcher] if launcher else [])
-    assert args.mixed_precision == "fp16"
+    assert args.mixed_precision == ("bf16" if "_bf16" in name else "fp16")
     assert args.use_cpu == name.startswith("cpu_")
     assert args.machine_rank == 0
     # A command line outranks the file, as the headers say.

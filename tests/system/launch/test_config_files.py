@@ -33,20 +33,23 @@ def facts_of(*commands: list[str], folder: Path, **extra: str) -> list[dict[str,
     return [fact["trained"] for fact in facts_in("".join(out for _, out, _ in ended))]
 
 
-def as_trained(facts: list[dict[str, Any]]) -> None:
+RESULTS = {"fp16": ("torch.float16", 2.0**17), "bf16": ("torch.bfloat16", None)}
+
+
+def as_trained(facts: list[dict[str, Any]], precision: str = "fp16") -> None:
     """Each skipped the one step that overflowed on its last rank, and all have one model."""
+    dtype, scale = RESULTS[precision]
     for fact in facts:
         assert fact["class"] == "ScaledAccelerator"
-        assert (fact["precision"], fact["computed_in"]) == ("fp16", ["torch.float16"])
+        assert (fact["precision"], fact["computed_in"]) == (precision, [dtype])
         assert fact["skipped"] == [step == BAD for step in range(STEPS)]
-        assert fact["scale"] == 2.0**17
+        assert fact["scale"] == scale
         assert fact["weights"] == facts[0]["weights"]
 
 
-@pytest.fixture(scope="module")
-def weights() -> list[list[Any]]:
+def trained_here(precision: str) -> list[list[Any]]:
     """What one process trains here, with ``attach`` called."""
-    settings = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}
+    settings = {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_USE_CPU": "true"}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**settings, "CALL_ATTACH": "1"}.items():
             patch.setenv(key, value)
@@ -55,9 +58,19 @@ def weights() -> list[list[Any]]:
         facts = train()
         torch.set_num_threads(threads)
     reset()
-    as_trained([facts])
+    as_trained([facts], precision)
     found: list[list[Any]] = facts["weights"]
     return found
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[list[Any]]:
+    return trained_here("fp16")
+
+
+@pytest.fixture(scope="module")
+def bf16_weights() -> list[list[Any]]:
+    return trained_here("bf16")
 
 
 def close(ours: list[list[Any]], expected: list[list[Any]]) -> None:
@@ -66,16 +79,24 @@ def close(ours: list[list[Any]], expected: list[list[Any]]) -> None:
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "more"), [("cpu_fp16", []), ("gpu_fp16", ["--cpu"]), ("gpu_fp16_offload", ["--cpu"])]
-)
+FOR_ONE_PROCESS = {
+    "cpu_fp16": [],
+    "gpu_bf16_guard": ["--cpu"],
+    "gpu_bf16_offload": ["--cpu"],
+    "gpu_fp16": ["--cpu"],
+    "gpu_fp16_offload": ["--cpu"],
+}
+
+
+@pytest.mark.parametrize("name", FOR_ONE_PROCESS)
 def test_a_file_for_one_process_trains_what_a_script_with_attach_does(
-    name: str, more: list[str], tmp_path: Path, weights: list[list[Any]]
+    name: str, tmp_path: Path, weights: list[list[Any]], bf16_weights: list[list[Any]]
 ) -> None:
-    arguments = ["--config_file", name, *more]
+    precision = "bf16" if "_bf16" in name else "fp16"
+    arguments = ["--config_file", name, *FOR_ONE_PROCESS[name]]
     facts = facts_of([*OURS, *arguments, SCRIPT], folder=tmp_path)
-    as_trained(facts)
-    assert facts[0]["weights"] == weights
+    as_trained(facts, precision)
+    assert facts[0]["weights"] == (bf16_weights if precision == "bf16" else weights)
     section = read_config(shipped_configs()[name])[0]
     told = {f"ACCEL_SCALER_{key.upper()}": str(value) for key, value in section.items()}
     told.pop("ACCEL_SCALER_OPTIMIZER_THREADS", None)  # the default again

@@ -17,14 +17,13 @@ from accel_scaler_replacing import Replacement
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from support import reset, same, stock_fp16_on_cpu
-from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_support import arguments, examples, gpt2, logs
-from transformers import PreTrainedTokenizerFast, Trainer
+from trainer_support import arguments, examples, gpt2, logs, sft_trainer
+from transformers import Trainer
 
 import accel_scaler
 
 pytest.importorskip("datasets")
-peft, trl = pytest.importorskip("peft"), pytest.importorskip("trl")
+peft, _ = pytest.importorskip("peft"), pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("one_thread", "torchs_own_products")
 BAD = (2, 7)
 """Backwards whose gradients overflow."""
@@ -71,20 +70,8 @@ def lora() -> Any:
     return adapted
 
 
-def tokenizer() -> Any:
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(256)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0", pad_token="1")
-
-
 def sft(folder: Path) -> Any:
-    rows = [{"input_ids": row["input_ids"].tolist()} for row in examples(20)]
-    from datasets import Dataset
-
-    settings = trl.SFTConfig(**(arguments(folder, **RUN).to_dict() | {"max_length": 8}))
-    return trl.SFTTrainer(
-        gpt2(BAD), settings, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
-    )
+    return sft_trainer(gpt2(BAD), **arguments(folder, **RUN).to_dict())
 
 
 def lora_trainer(folder: Path) -> Any:

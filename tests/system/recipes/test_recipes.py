@@ -37,6 +37,7 @@ FLAGS = {
     "gan": ["--max_steps", "2"],
     "grpo_fp16": ["--max_steps", "2", "--disable_tqdm", "true"],
     "lora_bf16_checkpoint": SMALL,
+    "offload_bf16": ["--max_steps", "2", "--batch_size", "2", "--block_size", "16"],
     "trainer_swap": [*FEW, "--train_file", "text.txt", "--model_name_or_path", "tiny"],
 }
 SPOILT = "transformer.h.1.mlp.c_proj"  # not the default, so not one that the recipe knows
@@ -82,6 +83,7 @@ BAD = [
     ("finetune_lm", ["--dataset_config", "b"], "--dataset_config needs --dataset_name"),
     ("finetune_lm", ["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
     ("fp16_weights", ["--resume_from_checkpoint", "."], "no optimizer.bin there"),
+    ("offload_bf16", ["--resume"], "no checkpoint in out"),
     ("trainer_swap", ["--model_name_or_path", "nowhere"], "--model_name_or_path nowhere"),
     ("gan", ["--data_dir", "nowhere"], "is not a directory"),
     ("find_overflow", ["--train_file", "nowhere.txt"], "no such file"),
@@ -210,3 +212,23 @@ def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(
     printed = capsys.readouterr().out
     assert "60 windows, 1 skipped" in printed
     assert "1 as spikes of the gradient norm" in printed
+
+
+@pytest.mark.parametrize(("weights", "stock_bytes"), [("float32", 16), ("bfloat16", 8)])
+def test_an_optimizer_in_host_memory_halves_the_bytes_of_a_bf16_run(
+    recipe: Recipe, tmp_path: Path, weights: str, stock_bytes: int
+) -> None:
+    """float32 weights: stock's losses, bit for bit. A resumed run ends as the whole one did."""
+    flags = ["--max_steps", 4, "--batch_size", 2, "--block_size", 16, "--weights", weights]
+    first = json.loads(run(recipe("offload_bf16"), tmp_path, *flags))
+    stock, offload = first["stock"], first["offload"]
+    assert [stock["bytes"], offload["bytes"]] == [stock_bytes, stock_bytes / 2]
+    assert len(stock["losses"]) == 4
+    assert (stock["losses"] == offload["losses"]) == (weights == "float32")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {each.dtype for each in saved.values()} == {getattr(torch, weights)}
+    resumed = json.loads(run(recipe("offload_bf16"), tmp_path, *flags, "--resume"))
+    assert resumed["stock"] == stock
+    assert resumed["offload"]["losses"] == offload["losses"][2:]
+    assert resumed["offload"]["held_out"] == offload["held_out"]
+    assert same(saved, load_file(tmp_path / "model.safetensors"))

@@ -13,7 +13,7 @@ import telemetry_files as t
 
 from accel_scaler.report.charts import MAX_MARKS, MAX_RATES, Chart, charts
 from accel_scaler.report.heatmap import MAX_ROWS, HeatMap, heatmap, shorten
-from accel_scaler.report.html import MAX_SESSIONS, page_data
+from accel_scaler.report.html import MAX_SESSIONS, html_page, page_data
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
 from accel_scaler.report.samples import MAX_BINS, Bins
@@ -54,6 +54,22 @@ def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -
     skipped, bad = loss.marks
     assert (skipped.label, skipped.bins, skipped.y) == ("2 skipped windows", [1, 4], [-1.5, None])
     assert (bad.label, bad.bins, bad.y) == ("inf or NaN", [2, 6], [None, None])
+
+
+def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path: Path) -> None:
+    spike = {"skipped": True, "spike": True, "next_scale": 1.0, "grad_norm": 1e4}
+    nan = {"skipped": True, "found_inf": True, "next_scale": 1.0, "grad_norm": "nan"}
+    lines = [t.start(precision="bf16"), t.window(0, 1.0, loss=0.5), t.window(1, 1.0, loss=9.0)]
+    lines[2] |= spike
+    run = read(tmp_path, [*lines, t.window(2, 1.0, loss=0.5) | nan, t.window(3, 1.0, loss=0.25)])
+    marks = {name: {m.label: m.bins for m in chart(name, run).marks} for name in ("loss", "norm")}
+    assert marks["loss"] == {"2 skipped windows": [1, 2], "1 skipped spike": [1]}
+    assert marks["norm"] == {"inf or NaN": [2], "1 skipped spike": [1]}
+    assert {each.name for each in charts(run)} == {"loss", "norm", "lr", "time"}
+    page = html_page(run)
+    assert "1 spikes" in page
+    for word in ("fp16", "float16", "oss scal", "growth"):
+        assert word not in page.split("<h2>Settings")[0], word
 
 
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:

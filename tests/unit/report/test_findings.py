@@ -176,7 +176,22 @@ def test_a_step_on_nan_without_scaling_is_bad_and_no_scale_is_reported(tmp_path:
     finding = found(tmp_path, lines)["loss"]
     assert finding.level == "bad"
     assert "2 windows (step 5 to step 6)" in finding.title
-    assert "no loss scaling" in numbers_of(read(tmp_path, lines))["scale"]
+    assert "scale" not in numbers_of(read(tmp_path, lines))
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_scaled"), [("fp16", True), ("bf16", False), ("no", False)]
+)
+def test_float32_is_a_cure_in_fp16_alone(tmp_path: Path, precision: str, is_scaled: bool) -> None:
+    """bfloat16 reaches as far as float32, and only in fp16 is a scale searched for."""
+    first = {"where": "forward", "module": "m.log", "input": (0.0, 2.5), "text": "forward of m.log"}
+    lines = [t.start(precision=precision), *(t.window(s, 1.0) for s in range(40))]
+    bad = [t.window(s, 1.0, True, next_scale=1.0, loss="nan") for s in range(40, 60)]
+    texts = found(tmp_path, [*lines, *with_first(bad, 40, **first)])
+    assert "m.log" in texts["loss"].text
+    assert ("fp32_modules: ['m.log']" in texts["loss"].text) == is_scaled
+    assert ("search" in texts["skips"].text) == is_scaled
+    assert "33.3 %" in texts["skips"].text
 
 
 def test_many_skips_are_a_share_of_the_windows(tmp_path: Path) -> None:

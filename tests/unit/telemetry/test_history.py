@@ -7,7 +7,7 @@ import math
 import pytest
 
 from accel_scaler.telemetry.history import KEPT_DETAILS, KEPT_RECORDS, History
-from accel_scaler.telemetry.record import Record
+from accel_scaler.telemetry.record import Record, Start
 
 
 def record(index: int, skipped: bool = False, scale: float = 8.0, **rest: object) -> Record:
@@ -75,3 +75,14 @@ def test_the_summary_says_what_happened() -> None:
         "largest finite gradient norm: 1235",
         "last overflow seen in: head.weight, head.bias",
     ]
+
+
+def test_the_summary_of_a_run_without_a_scale_speaks_of_none() -> None:
+    history = History(start=Start(facts={"precision": "bf16"}))
+    history.add(record(0, found_inf=True, skipped=True, grad_norm=None, overflowed=("weight",)))
+    history.add(record(1, skipped=True, spike=True, grad_norm=90.0))
+    history.add(record(2, grad_norm=2.0))
+    first, *rest = history.summary().splitlines()
+    assert "3 windows, 2 skipped (66.7 %)" in first
+    assert "1 as spikes of the gradient norm" in first
+    assert rest == ["largest finite gradient norm: 90", "last inf or NaN seen in: weight"]

@@ -19,51 +19,57 @@ ALIGNED = 16
 
 
 class Where(Enum):
-    """Where a parameter's state is."""
+    """Whether a fused kernel of torch can be called with a parameter's state."""
 
     NOWHERE = auto()
     """There is none yet."""
     HERE = auto()
-    """In the arena."""
+    """Yes."""
     ELSEWHERE = auto()
-    """In tensors unlike those that a fused kernel makes: the optimizer's own step uses them."""
+    """No: the optimizer's own step uses it."""
 
 
 class Arena:
-    """Masters side by side in one buffer, and buffers alike for state of the parameters' shape.
+    """Parameters side by side: masters in one buffer, and buffers alike for state of their shape.
 
     ``optimizer.state[p]`` has views of them. What is replaced there is copied back before the next
-    step (:meth:`adopt`).
+    step (:meth:`adopt`). Without masters the state stays where the optimizer has it, but for the
+    counts of steps.
 
     Args:
         targets: the model's parameters, in the order of their slots.
         device: of the memory.
+        has_masters: they have masters.
 
     Raises:
         UnsupportedError: there is not enough memory.
     """
 
-    def __init__(self, targets: Sequence[Tensor], device: torch.device) -> None:
-        self.device = device
+    def __init__(self, targets: Sequence[Tensor], device: torch.device, has_masters: bool) -> None:
+        self.device, self.has_masters = device, has_masters
         self.shapes = [t.shape for t in targets]
+        self.lengths = [t.numel() for t in targets]
         self.strides = [
             t.stride() if is_dense(t) else torch.empty_like(t, device="meta").contiguous().stride()
             for t in targets
         ]
-        self.lengths = [t.numel() for t in targets]
         self.offsets: list[int] = []
-        length = 0
+        self._length = 0
         for each in self.lengths:
-            self.offsets.append(length)
-            length += -(-each // ALIGNED) * ALIGNED
-        self._length = length
-        self.memory: dict[str, Tensor] = {}
+            self.offsets.append(self._length)
+            self._length += -(-each // ALIGNED) * ALIGNED
         self._views: dict[str, list[Tensor]] = {}
         self.counts = torch.zeros(len(targets), device=device)
         """The ``step`` in each one's state."""
-        self.count_views = list(self.counts.unbind())
+        self._count_views = list(self.counts.unbind())
+        self._fits = [
+            has_masters or (type(t) is Tensor and t.dtype is torch.float32 and is_dense(t))
+            for t in targets
+        ]
         self.where = [Where.NOWHERE] * len(targets)
         """The state of each one."""
+        if has_masters:
+            self.views(MASTER)
 
     def end(self, slot: int) -> int:
         """Where its elements end."""
@@ -71,12 +77,10 @@ class Arena:
 
     def views(self, key: str) -> list[Tensor]:
         """The memory of ``key``, zero at first, for each slot."""
-        found = self._views.get(key)
-        if found is None:
-            self.memory[key] = memory = self._allocate(key)
-            found = [self.view(memory, slot) for slot in range(len(self.shapes))]
-            self._views[key] = found
-        return found
+        if key not in self._views:
+            memory = self._allocate(key)
+            self._views[key] = [self.view(memory, slot) for slot in range(len(self.shapes))]
+        return self._views[key]
 
     def view(self, memory: Tensor, slot: int, begin: int = 0) -> Tensor:
         """One parameter's view of ``memory``, which begins at element ``begin`` of the arena."""
@@ -95,34 +99,45 @@ class Arena:
             ) from error
 
     def fill(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
-        """Give a parameter its first state: zeros."""
+        """Give a parameter with a master its first state: zeros."""
         entry.update({key: self.views(key)[slot] for key in keys})
         if counts:
-            entry["step"] = self.count_views[slot]
+            entry["step"] = self._count_views[slot]
         self.where[slot] = Where.HERE
 
     def adopt(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
-        """Move a parameter's state here; what does not fit stays where it is."""
-        found = [(key, self.shapes[slot]) for key in keys] + [("step", torch.Size())] * counts
-        values = [entry.get(key) for key, _ in found]
-        if all(value is None for value in values):
-            for key, views in self._views.items():
-                if key != MASTER and self.where[slot] is not Where.NOWHERE:
-                    views[slot].zero_()  # a later first state begins here
-            self.count_views[slot].zero_()
+        """Move a parameter's state here; what is unlike a fused kernel's stays where it is."""
+        names, shape = [*keys, *["step"] * counts], self.shapes[slot]
+        values = {name: entry[name] for name in names if entry.get(name) is not None}
+        if not values and self._fits[slot] and (names or self.has_masters):
+            self._clear(slot)
             self.where[slot] = Where.NOWHERE
             return
-        if not all(
-            getattr(v, "shape", None) == shape for v, (_, shape) in zip(values, found, strict=True)
-        ):
+        shapes = [(v.shape if isinstance(v, Tensor) else None) for v in values.values()]
+        is_alike = shapes == [torch.Size() if name == "step" else shape for name in names]
+        if is_alike and not self.has_masters:
+            held = [values[key] for key in keys]
+            is_alike = self._fits[slot] and all(
+                type(v) is Tensor and v.dtype is torch.float32 and v.stride() == self.strides[slot]
+                for v in held
+            )
+        if not is_alike:
             self.where[slot] = Where.ELSEWHERE
             return
-        for key, _ in found:
-            view = self.count_views[slot] if key == "step" else self.views(key)[slot]
-            if entry[key] is not view:
-                view.copy_(entry[key])
-                entry[key] = view
+        for name in names if self.has_masters else names[len(keys) :]:
+            view = self._count_views[slot] if name == "step" else self.views(name)[slot]
+            if entry[name] is not view:
+                view.copy_(entry[name])
+                entry[name] = view
         self.where[slot] = Where.HERE
+
+    def _clear(self, slot: int) -> None:
+        """A first state begins here."""
+        self._count_views[slot].zero_()
+        if self.where[slot] is Where.HERE:
+            for key, views in self._views.items():
+                if key != MASTER:
+                    views[slot].zero_()
 
 
 def is_dense(t: Tensor) -> bool:

@@ -15,16 +15,16 @@ of a tensor, which do not fill a vector register, may get other bits than they w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..optimizer_step import call_adam, is_plain
-from ..scaling import LOW_PRECISION, DeferredUnscale, is_uniform
+from ..scaling import LOW_PRECISION, SMALL, DeferredUnscale, is_uniform, run_on_one_thread
 from .arena import Where, flat, is_dense
 from .master_params import ParameterPair
 from .streams import SideStreams
@@ -44,8 +44,8 @@ class FusedRule(NamedTuple):
     """Whether the kernel does all that ``step()`` does for this group."""
     keys: Callable[[Group], tuple[str, ...]]
     """The state with the parameter's shape."""
-    call: Callable[[type[Optimizer], Group, Block, bool], None]
-    """For a class, a group and a block; the last: whether it is the first step."""
+    call: Callable[[type[Optimizer], Group, Block, list[Tensor], bool], None]
+    """For a class, a group, a block and its gradients; the last: whether it is the first step."""
     counts: bool
     """State has ``step``."""
 
@@ -54,18 +54,22 @@ def _adam_keys(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
-def _call_adam(kind: type[Optimizer], group: Group, block: Block, is_first: bool) -> None:
+def _call_adam(
+    kind: type[Optimizer], group: Group, block: Block, grads: list[Tensor], is_first: bool
+) -> None:
     averages, squares, *largest = block.state
-    lists = [block.masters, block.into, averages, squares, *(largest or [[]]), block.counts]
+    lists = [block.masters, grads, averages, squares, *(largest or [[]]), block.counts]
     call_adam(kind, group, lists, None)
 
 
-def _call_sgd(kind: type[Optimizer], group: Group, block: Block, is_first: bool) -> None:
+def _call_sgd(
+    kind: type[Optimizer], group: Group, block: Block, grads: list[Tensor], is_first: bool
+) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     settings = {name: group[name] for name in names}
     (velocity,) = block.state or [[]]
     settings["is_first_step"] = is_first and bool(velocity)
-    torch._fused_sgd_(block.masters, block.into, velocity, **settings)
+    torch._fused_sgd_(block.masters, grads, velocity, **settings)
 
 
 def _sgd_keys(group: Group) -> tuple[str, ...]:
@@ -78,11 +82,16 @@ class Block:
 
     places: slice
     """Of its parameters among those of the run."""
+    slots: range
+    """In the arena."""
     piece: slice | None
     """Its elements in its only parameter; None: all of its parameters."""
     scratch: Tensor
     into: list[Tensor]
-    """Where gradients go: views of ``scratch``."""
+    """Where gradients go that are copied: views of ``scratch``."""
+    strides: list[tuple[int, ...]]
+    is_small: bool
+    """All of its tensors are, and on the host."""
     masters: list[Tensor]
     state: list[list[Tensor]]
     """For each of the rule's keys."""
@@ -92,6 +101,23 @@ class Block:
     targets: list[Tensor]
     previews: list[Tensor]
     """Where the preview of the next update is prepared (``delayed``); else empty."""
+
+    def part(self, piece: slice) -> Block:
+        """A piece of its only parameter."""
+        scratch = self.scratch[: piece.stop - piece.start]
+        lists = (self.masters, self.staging, self.targets, self.previews)
+        masters, staging, targets, previews = ([flat(t)[piece] for t in ts] for ts in lists)
+        return replace(
+            self,
+            piece=piece,
+            scratch=scratch,
+            into=[scratch],
+            masters=masters,
+            state=[[flat(t)[piece]] for (t,) in self.state],
+            staging=staging,
+            targets=targets,
+            previews=previews,
+        )
 
 
 ADAM = FusedRule(is_plain, _adam_keys, _call_adam, counts=True)
@@ -112,10 +138,11 @@ class Follower(Protocol):
         """All were."""
 
 
-class FlatRun:
-    """Neighbours in one arena, of one part and one parameter group.
+class Run:
+    """Neighbours in one arena, of one part and one parameter group, and their blocks.
 
     Args:
+        state: of what is stepped, by parameter; is to be the same for the life of this.
         is_sent: float32 gradients were unscaled before they were sent to host memory.
         scratch: returns memory for so many elements, float32.
     """
@@ -125,77 +152,86 @@ class FlatRun:
         pairs: Sequence[ParameterPair],
         rule: FusedRule,
         group: Group,
+        state: Mapping[Tensor, dict[str, Any]],
         streams: SideStreams,
         is_sent: bool,
         scratch: Callable[[int], Tensor],
     ) -> None:
-        self.pairs, self._rule, self._streams = list(pairs), rule, streams
+        self.pairs, self._rule, self._state, self._streams = list(pairs), rule, state, streams
         self._is_sent, self._scratch = is_sent, scratch
-        self._takes, self._keys = rule.takes(group), rule.keys(group)
-        arena, first = pairs[0].arena, pairs[0].slot
-        assert arena is not None
-        self._arena, self._first = arena, first
+        self._takes, self.keys = rule.takes(group), rule.keys(group)
+        self._arena, self._first = pairs[0].arena, pairs[0].slot
+        self._slots = slice(self._first, self._first + len(pairs))
+        self._strides = [pair.stepped.stride() for pair in pairs]
         self._blocks: dict[tuple[int, int], list[Block]] = {}
         """By their first and last place."""
-        self._limit = HOST_BLOCK if arena.device.type == "cpu" else DEVICE_BLOCK
+        self._limit = HOST_BLOCK if self._arena.device.type == "cpu" else DEVICE_BLOCK
         self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
 
     def still_fits(self, group: Group) -> bool:
         """Whether the settings still ask for the same kernel over the same state."""
-        return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self._keys)
+        return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self.keys)
 
     def takes(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether the kernel can step it with these gradients; some may be missing."""
-        if not self._takes:
-            return False
-        found = [grad for grad in grads if grad is not None]
-        slots = slice(self._first, self._first + len(self.pairs))
-        return not found or (
-            (is_uniform(found, DTYPES) and found[0].device == self._arena.device)
-            and Where.ELSEWHERE not in self._arena.where[slots]
-            and self.is_laid_out(grads)
+        found, arena = [grad for grad in grads if grad is not None], self._arena
+        where = set(arena.where[self._slots])
+        return self._takes and (
+            not found
+            or (
+                is_uniform(found, DTYPES)
+                and found[0].device == arena.device
+                and where <= ({Where.HERE, Where.NOWHERE} if arena.has_masters else {Where.HERE})
+                and self.is_laid_out(grads)
+            )
         )
+
+    def counts(self, a: int, b: int) -> list[float]:
+        """The steps of the places from ``a`` to ``b``. Synchronises with a device."""
+        entries = [self._state.get(pair.stepped) or {} for pair in self.pairs[a:b]]
+        counts = [entry.get("step", 0.0) for entry in entries]  # SGD has none
+        if self._rule.counts and self._takes and all(pair.has_state for pair in self.pairs[a:b]):
+            found: list[float] = self._arena.counts[self._first + a : self._first + b].tolist()
+            return found
+        return list(map(float, counts))
 
     def is_laid_out(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether gradients can be gathered piece by piece where they have to be."""
-        large = ((grads[i], self.pairs[i].stepped) for i in self._large)
-        return all(grad is None or grad.stride() == p.stride() for grad, p in large)
+        large = ((grads[i], self._strides[i]) for i in self._large)
+        return all(grad is None or grad.stride() == strides for grad, strides in large)
 
     def step(
         self,
         kind: type[Optimizer],
         group: Group,
-        state: Mapping[Tensor, dict[str, Any]],
         grads: Sequence[Tensor | None],
         deferred: DeferredUnscale,
         publishes: bool,
-        follow: Callable[[Sequence[ParameterPair], list[float]], Follower | None] | None = None,
+        follow: Callable[[Run, int, int], Follower | None] | None = None,
     ) -> None:
         """Update every parameter that has a gradient.
 
         Args:
             group: the hyperparameters.
-            state: takes a parameter's first state.
             deferred: what is still to be done to the gradients: in place to float32 ones.
-            publishes: write the new values to the model.
-            follow: from some of the pairs and their counts, what follows each of their blocks.
+            publishes: write masters' new values to the model.
+            follow: from the first and last place, what follows each of their blocks.
         """
-        arena, where = self._arena, self._arena.where
-        kinds = arena.where[self._first : self._first + len(self.pairs)]
-        for a, b in stretches([grad is None for grad in grads], kinds):
+        arena = self._arena
+        for a, b in stretches([grad is None for grad in grads], arena.where[self._slots]):
             slots = slice(self._first + a, self._first + b)
-            is_first = where[slots.start] is Where.NOWHERE
+            is_first = arena.where[slots.start] is Where.NOWHERE
             if is_first:
                 for pair in self.pairs[a:b]:
-                    arena.fill(pair.slot, state[pair.stepped], self._keys, self._rule.counts)
+                    arena.fill(pair.slot, self._state[pair.stepped], self.keys, self._rule.counts)
             if self._rule.counts:
                 arena.counts[slots].add_(1)
-            counts = arena.counts[slots].tolist() if follow is not None else []
-            follower = None if follow is None else follow(self.pairs[a:b], counts)
+            follower = None if follow is None else follow(self, a, b)
             for block in self.blocks_of(a, b):
-                self.gather(block, grads, deferred)
-                self._rule.call(kind, group, block, is_first)
-                if publishes:
+                final = self.gather(block, grads, deferred)
+                with run_on_one_thread(block.is_small):
+                    self._rule.call(kind, group, block, final, is_first)
+                if publishes and arena.has_masters:
                     self._publish(block)
                 if follower is not None:
                     follower.block(block)
@@ -203,28 +239,35 @@ class FlatRun:
                 follower.end()
 
     def gather(
-        self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale
-    ) -> None:
-        """Cast the gradients of a block into scratch, and do what is ``deferred``."""
-        pairs, mine = self.pairs[block.places], list(grads[block.places])
+        self,
+        block: Block,
+        grads: Sequence[Tensor | None],
+        deferred: DeferredUnscale,
+        *,
+        copies: bool = False,
+    ) -> list[Tensor]:
+        """The gradients of a block as the kernel takes them, what is ``deferred`` done to them.
+
+        What is narrower than float32, or laid out unlike its parameter, is copied into scratch;
+        ``copies``: all is.
+        """
+        pairs, found = self.pairs[block.places], cast("list[Tensor]", list(grads[block.places]))
         if block.piece is not None:
-            (grad,) = mine
-            assert grad is not None
-            length = pairs[0].stepped.numel()
-            mine = [grad.as_strided((length,), (1,), grad.storage_offset())[block.piece]]
-        found: list[Any] = mine
+            found = [flat(found[0])[block.piece]]
         low = [grad.dtype in LOW_PRECISION for grad in found]
         if deferred and not self._is_sent and not all(low):
             exact = zip(pairs, found, low, strict=True)
             deferred.apply([(pair.param, grad) for pair, grad, is_low in exact if not is_low])
+        is_alike = block.piece is not None or list(map(Tensor.stride, found)) == block.strides
+        if is_alike and not copies and not any(low):
+            return found
         torch._foreach_copy_(block.into, found)
-        if not deferred or not any(low):
-            return
-        if all(low) and not deferred.clips:
+        if deferred and all(low) and not deferred.clips:
             deferred.apply([(pairs[0].param, block.scratch)])
-            return
-        narrow = zip(pairs, block.into, low, strict=True)
-        deferred.apply([(pair.param, view) for pair, view, is_low in narrow if is_low])
+        elif deferred and any(low):
+            narrow = zip(pairs, block.into, low, strict=True)
+            deferred.apply([(pair.param, view) for pair, view, is_low in narrow if is_low])
+        return block.into
 
     def _publish(self, block: Block) -> None:
         source = block.masters
@@ -234,69 +277,51 @@ class FlatRun:
         torch._foreach_copy_(block.targets, source, non_blocking=self._streams.copies_beside)
 
     def blocks_of(self, a: int, b: int) -> list[Block]:
-        """The places from ``a`` to ``b``, in blocks."""
-        found = self._blocks.get((a, b))
-        if found is None:
-            found = self._blocks[a, b] = list(self._cut(a, b))
-        return found
+        """The places from ``a`` to ``b``, which have state, in blocks."""
+        if (a, b) not in self._blocks:
+            self._blocks[a, b] = list(self._cut(a, b))
+        return self._blocks[a, b]
 
     def _cut(self, a: int, b: int) -> Iterator[Block]:
-        cuts: list[tuple[int, int]] = []
-        start = a
-        for place in range(a, b):
-            begin = self._arena.offsets[self._first + start]
-            if place > start and self._arena.end(self._first + place) - begin > self._limit:
-                cuts.append((start, place))
+        start, arena = a, self._arena
+        for place in range(a + 1, b):
+            begin = arena.offsets[self._first + start]
+            if arena.end(self._first + place) - begin > self._limit:
+                yield from self._blocks_from(start, place)
                 start = place
-        cuts.append((start, b))
-        for c, d in cuts:
-            yield from self._blocks_from(c, d)
+        yield from self._blocks_from(start, b)
 
     def _blocks_from(self, c: int, d: int) -> Iterator[Block]:
         """One block of whole parameters, or the pieces of a large one."""
-        arena, first, pairs = self._arena, self._first + c, self.pairs[c:d]
+        arena, pairs, first = self._arena, self.pairs[c:d], self._first + c
         begin, end = arena.offsets[first], arena.end(self._first + d - 1)
-        slots = range(first, first + d - c)
-        stagings = [pair.staging for pair in pairs if pair.staging is not None]
-        previews = [pair.preview for pair in pairs if pair.preview is not None]
-        state = [[arena.views(key)[slot] for slot in slots] for key in self._keys]
-        counts = [arena.count_views[slot] for slot in slots]
-        if end - begin <= self._limit or not is_dense(pairs[0].target):
-            scratch = self._scratch(end - begin)
-            into = [arena.view(scratch, pair.slot, begin) for pair in pairs]
-            masters, targets = [p.stepped.data for p in pairs], [p.target for p in pairs]
-            yield Block(
-                places=slice(c, d),
-                piece=None,
-                scratch=scratch,
-                into=into,
-                masters=masters,
-                state=state,
-                counts=counts,
-                staging=stagings,
-                targets=targets,
-                previews=previews,
-            )
-            return
-        (pair,) = pairs
-        stagings, previews = [flat(t) for t in stagings], [flat(t) for t in previews]
-        target, master = flat(pair.target), flat(pair.stepped.data)
-        flats = [flat(t) for (t,) in state]
-        for i in range(0, end - begin, self._limit):
-            piece = slice(i, min(i + self._limit, end - begin))
-            scratch = self._scratch(piece.stop - i)
-            yield Block(
-                places=slice(c, d),
-                piece=piece,
-                scratch=scratch,
-                into=[scratch],
-                masters=[master[piece]],
-                state=[[t[piece]] for t in flats],
-                counts=counts,
-                staging=[t[piece] for t in stagings],
-                targets=[target[piece]],
-                previews=[t[piece] for t in previews],
-            )
+        entries = [self._state[pair.stepped] for pair in pairs]
+        whole = Block(
+            places=slice(c, d),
+            slots=range(first, first + d - c),
+            piece=None,
+            scratch=self._scratch(min(end - begin, self._limit)),
+            into=[],
+            strides=self._strides[c:d],
+            is_small=arena.device.type == "cpu"
+            and max(arena.lengths[first : first + d - c]) <= SMALL,
+            masters=[pair.stepped.data for pair in pairs],
+            state=[[entry[key] for entry in entries] for key in self.keys],
+            counts=[entry["step"] for entry in entries] if self._rule.counts else [],
+            staging=[pair.staging for pair in pairs if pair.staging is not None],
+            targets=[pair.target for pair in pairs],
+            previews=[pair.preview for pair in pairs if pair.preview is not None],
+        )
+        if end - begin <= self._limit:
+            whole.into = [arena.view(whole.scratch, pair.slot, begin) for pair in pairs]
+            yield whole
+        elif not is_dense(pairs[0].target):
+            whole.scratch = self._scratch(end - begin)
+            whole.into = [arena.view(whole.scratch, pairs[0].slot, begin)]
+            yield whole
+        else:
+            for i in range(0, end - begin, self._limit):
+                yield whole.part(slice(i, min(i + self._limit, end - begin)))
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:
@@ -305,7 +330,7 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
 
 
 def neighbours(pairs: Sequence[ParameterPair], places: Sequence[int]) -> Iterator[list[int]]:
-    """``places`` of pairs with masters, those that are neighbours in one arena together."""
+    """``places`` of pairs, those that are neighbours in one arena together."""
     run: list[int] = []
     for place in places:
         last = pairs[run[-1]] if run else None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import StepError
 from ..optimizer_step import StepTiming
-from ..scaling import DeferredUnscale
+from ..scaling import SMALL, DeferredUnscale
 from .master_params import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
 from .preview import PreviewError, Previews
@@ -260,23 +260,15 @@ class InflightStep:
             stepped = zip(replica.ordered, grads, strict=True)
             pairs = [p for p, g in stepped if p.is_master and g is not None]
             error = PreviewError(pairs) if pairs else None
-        buffered = not deferred.clips and replica.fill_buffers(grads, deferred.multiply)
-        if buffered:
-            self.task.spent.append(grads)
-        for number, part in enumerate(replica.parts):
+        for part in replica.parts:
             mine = slice(part.start, part.end)
             final: list[Any] = grads[mine]
             for event in update.sent[mine]:
                 self.streams.wait_on_host(event)
-            if not buffered:
-                grads[mine] = [None] * len(final)
-            try:
-                follow = None if update.previews is None else update.previews.behind()
-                replica.step_part(part, final, deferred, not self.is_stale, buffered, follow)
-            except BaseException:
-                if buffered:
-                    replica.count_steps(-1, replica.parts[number:])
-                raise
+            grads[mine] = [None] * len(final)
+            self.task.spent += [g for g in final if g is not None and g.numel() <= SMALL]
+            follow = None if update.previews is None else update.previews.behind()
+            replica.step_part(part, final, deferred, not self.is_stale, follow)
             self._advance()
         if error is not None:
             self.timing.preview_error = error.read()

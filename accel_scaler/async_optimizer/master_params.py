@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..config import ScalerConfig
 from ..scaling import LOW_PRECISION, local
-from .arena import MASTER, Arena
+from .arena import MASTER, Arena, Where
 from .shared_memory import place_of
 from .streams import SideStreams
 
@@ -61,9 +61,9 @@ class ParameterPair:
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
-        self.arena: Arena | None = None
-        self.slot = 0
-        """Where the master is."""
+        self.arena: Arena
+        self.slot: int
+        """Where the master is, and its state."""
         self.host_grad: Tensor | None = None
         """Host memory, where the gradient lands."""
         self.staging: Tensor | None = None
@@ -74,9 +74,11 @@ class ParameterPair:
         self.guard: Any = None
         """The handle of the hook that waits before a backward adds to the gradient."""
 
-    def give_master(self, arena: Arena, slot: int) -> None:
-        """Step memory of ``arena`` from now on, starting from the parameter's values."""
+    def place(self, arena: Arena, slot: int) -> None:
+        """Step the master in ``arena`` from now on, if it has masters, with the present values."""
         self.arena, self.slot = arena, slot
+        if not arena.has_masters:
+            return
         memory = arena.views(MASTER)[slot]
         memory.copy_(self.target)
         self.is_master = True
@@ -84,6 +86,11 @@ class ParameterPair:
         kind = getattr(self.param, "grad_dtype", self.param.dtype)
         if kind not in {torch.float32, *LOW_PRECISION}:  # those are float32 by then
             self.stepped.grad_dtype = kind
+
+    @property
+    def has_state(self) -> bool:
+        """Its optimizer state is known, as of the last step that was handed over."""
+        return self.arena.where[self.slot] is Where.HERE
 
     @property
     def is_rounded(self) -> bool:
@@ -139,7 +146,8 @@ def make_pairs(
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
-    fresh: list[ParameterPair] = []
+    fresh: list[tuple[bool, ParameterPair]] = []
+    """With or without a master."""
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             pair = ParameterPair(p, number)
@@ -155,12 +163,16 @@ def make_pairs(
             ):
                 before.group, before.is_trained = number, pair.is_trained
                 pair = before
-            elif wanted:
-                fresh.append(pair)
+            else:
+                fresh.append((wanted, pair))
             pairs.append(pair)
     last = len(ranks or ())
-    fresh.sort(key=lambda pair: (pair.group, (ranks or {}).get(id(pair.param), last)))
-    _give_masters(fresh, streams, offload, old, stages)
+    fresh.sort(key=lambda each: (each[1].group, (ranks or {}).get(id(each[1].param), last)))
+    for wanted in (False, True):
+        _place([pair for has, pair in fresh if has is wanted], wanted, offload)
+    _keep_masters([pair for has, pair in fresh if has], old)
+    if offload and not streams.is_host:
+        _make_landing([pair for has, pair in fresh if has], streams, stages)
     # A model may go with its optimizer while the device still has an update of it to do.
     new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
     streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))
@@ -191,25 +203,27 @@ def is_stepped(p: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _give_masters(
-    pairs: Sequence[ParameterPair],
-    streams: SideStreams,
-    offload: bool,
-    old: dict[int, ParameterPair],
-    stages: bool,
-) -> None:
+def _place(pairs: Sequence[ParameterPair], has_masters: bool, offload: bool) -> None:
+    """Lay them side by side, those of one group and device."""
     for _, neighbours in groupby(pairs, key=lambda pair: (pair.group, pair.target.device)):
         mine = list(neighbours)
         device = torch.device("cpu") if offload else mine[0].target.device
-        arena = Arena([pair.target for pair in mine], device)
+        arena = Arena([pair.target for pair in mine], device, has_masters)
         for slot, pair in enumerate(mine):
-            pair.give_master(arena, slot)
-    if offload and not streams.is_host:
-        targets = [pair.target for pair in pairs]
-        landing = streams.host_like(targets)
-        staging = streams.host_like(targets) if stages else landing
-        for pair, grad, sent in zip(pairs, landing, staging, strict=True):
-            pair.host_grad, pair.staging = grad, sent
+            pair.place(arena, slot)
+
+
+def _make_landing(pairs: Sequence[ParameterPair], streams: SideStreams, stages: bool) -> None:
+    targets = [pair.target for pair in pairs]
+    landing = streams.host_like(targets)
+    staging = streams.host_like(targets) if stages else landing
+    for pair, grad, sent in zip(pairs, landing, staging, strict=True):
+        pair.host_grad, pair.staging = grad, sent
+
+
+@torch.no_grad()
+def _keep_masters(pairs: Sequence[ParameterPair], old: dict[int, ParameterPair]) -> None:
+    """What moves or is laid out anew keeps its master's values."""
     for pair in pairs:
         before = old.get(id(pair.param))
         if before is not None and before.is_master and before.stepped.shape == pair.stepped.shape:

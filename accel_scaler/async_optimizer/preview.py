@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, NamedTuple
@@ -42,15 +42,12 @@ from torch.utils._pytree import tree_flatten
 
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION, DeferredUnscale
-from .blocks import Block, FlatRun, stretches
+from .blocks import Block, Run, stretches
 from .master_params import ParameterPair
-from .replica import LARGEST_PART, Part, Replica, frozen
+from .replica import Part, Replica, frozen
 from .supported_optimizers import is_known
 
 logger = logging.getLogger("accel_scaler")
-
-PIECE = 1 << 20
-"""Elements that the host works on at a time, so that temporaries stay in its cache."""
 
 SAMPLE = 1 << 16
 """At most so many elements of a tensor are compared by :class:`PreviewError`."""
@@ -59,7 +56,6 @@ MAX_LIMIT = torch.finfo(torch.float32).max
 """torch refuses a limit past it; no gradient is larger."""
 
 Group = Mapping[str, Any]
-States = Sequence[Mapping[str, Any]]
 Settings = list[dict[str, Any]]
 """Of each parameter group, as they were when they were frozen."""
 
@@ -73,39 +69,19 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class Terms:
-    """The known terms of tensors that share settings and counts; lists have an entry for each."""
+    """The known terms of tensors that share settings and counts."""
 
     gradient_rate: float
     """Below zero with ``maximize``."""
     keep: float = 1.0
     weight_decay: float = 0.0
-    velocity: list[Tensor] = field(default_factory=list)
     velocity_rate: float = 0.0
-    momentum: list[Tensor] = field(default_factory=list)
     momentum_rate: float = 0.0
-    seconds: list[Tensor] = field(default_factory=list)
-    """Second moments."""
     is_rooted: bool = False
     """There are second moments; else ``d`` is 1."""
     root_scale: float = 1.0
     eps: float = 0.0
     reach: float = math.inf
-
-    def preview(
-        self, weights: list[Tensor], into: list[Tensor] | None, largest: int
-    ) -> list[Share]:
-        """Write previews of ``weights``, float32, rounded, ``into`` tensors of the same shapes
-        (None: nowhere), ``largest`` elements at a time, three times as many allocated.
-
-        Returns each gradient's share. Synchronises with the device where there are second moments.
-        """
-        norms: list[Tensor] = []
-        owners: list[int] = []
-        for places, pieces in self._batches(weights, into, largest):
-            w, out, velocity, momentum, seconds = map(list, zip(*pieces, strict=True))
-            norms += self.write(w, None if into is None else out, velocity, momentum, seconds)
-            owners += places
-        return self.shares(list(map(Tensor.numel, weights)), owners, norms)
 
     def write(
         self,
@@ -133,14 +109,15 @@ class Terms:
         torch._foreach_copy_(out, found)
         return norms
 
-    def shares(self, sizes: list[int], owners: list[int], norms: list[Tensor]) -> list[Share]:
-        """What the gradients add, from the norms that :meth:`write` has returned and whose they
-        are. Synchronises with the device where there are second moments."""
-        squares = [0.0] * len(sizes)
-        if norms:
-            for owner, norm in zip(owners, torch.stack(norms).tolist(), strict=True):
-                squares[owner] += norm * norm
-        return [self._share(square, size) for square, size in zip(squares, sizes, strict=True)]
+    def shares(
+        self, sizes: Mapping[int, int], owners: Sequence[int], norms: list[Tensor]
+    ) -> dict[int, Share]:
+        """What the gradients add, from elements by owner, and from the norms that :meth:`write` has
+        returned and whose they are. Synchronises with the device where there are second moments."""
+        squares = dict.fromkeys(sizes, 0.0)
+        for owner, norm in zip(owners, torch.stack(norms).tolist() if norms else (), strict=False):
+            squares[owner] += norm * norm
+        return {owner: self._share(square, sizes[owner]) for owner, square in squares.items()}
 
     @property
     def _decay_rate(self) -> float:
@@ -153,29 +130,6 @@ class Terms:
         torch._foreach_clamp_max_(decays, limit)
         torch._foreach_add_(found, decays, alpha=-self._decay_rate / self.root_scale)
 
-    def _batches(
-        self, weights: list[Tensor], into: list[Tensor] | None, largest: int
-    ) -> Iterator[tuple[list[int], list[tuple[Tensor, ...]]]]:
-        """Pieces of all tensors, up to ``largest`` elements together, and whose they are.
-
-        A piece is (weights, into, velocity, momentum, seconds); an absent one is the weights again.
-        """
-        columns = (into, self.velocity, self.momentum, self.seconds)
-        places: list[int] = []
-        pieces: list[tuple[Tensor, ...]] = []
-        have = 0
-        for place, w in enumerate(weights):
-            row = (w, *(column[place] if column else w for column in columns))
-            for piece in pieces_of(row, largest):
-                pieces.append(piece)
-                places.append(place)
-                have += piece[0].numel()
-                if have >= largest:
-                    yield places, pieces
-                    places, pieces, have = [], [], 0
-        if pieces:
-            yield places, pieces
-
     def _share(self, square: float, size: int) -> Share:
         """``square``: the sum of the squares of its roots."""
         if not self.is_rooted:
@@ -184,7 +138,7 @@ class Terms:
         return Share(-self.gradient_rate / rms, self.reach * rms) if rms > 0.0 else Share(0.0, 0.0)
 
 
-def sgd_terms(group: Group, k: float, states: States) -> Terms:
+def sgd_terms(group: Group, k: float) -> Terms:
     """b' = mu b + (1 - dampening) g', g' = g + wd w. Update: l b', with Nesterov l (g' + mu b')."""
     rate, mu = float(group["lr"]), float(group["momentum"])
     gradient, velocity = rate, 0.0
@@ -196,19 +150,17 @@ def sgd_terms(group: Group, k: float, states: States) -> Terms:
     return Terms(
         -gradient if group.get("maximize") else gradient,
         weight_decay=float(group["weight_decay"]),
-        velocity=[state["momentum_buffer"] for state in states] if mu else [],
         velocity_rate=velocity,
     )
 
 
-def adam_terms(group: Group, k: float, states: States) -> Terms:
+def adam_terms(group: Group, k: float) -> Terms:
     """m' = b1 m + (1 - b1) g, l m' / (1 - b1^(k+1)) / (sqrt(v / (1 - b2^k)) + eps).
 
     ``v`` is the largest one so far with ``amsgrad``. Decoupled decay: w (1 - l wd); else g + wd w.
     """
     rate, weight_decay = float(group["lr"]), float(group["weight_decay"])
     beta1, beta2 = map(float, group["betas"])
-    second = "max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"
     is_decoupled = bool(group.get("decoupled_weight_decay"))
     step = rate / (1.0 - beta1 ** (k + 1))
     gradient = step * (1.0 - beta1)
@@ -217,9 +169,7 @@ def adam_terms(group: Group, k: float, states: States) -> Terms:
         -gradient if group.get("maximize") else gradient,
         keep=1.0 - rate * weight_decay if is_decoupled else 1.0,
         weight_decay=0.0 if is_decoupled else weight_decay,
-        momentum=[state["exp_avg"] for state in states],
         momentum_rate=step * beta1,
-        seconds=[state[second] for state in states],
         is_rooted=True,
         root_scale=1.0 / math.sqrt(correction),
         eps=float(group["eps"]),
@@ -227,34 +177,24 @@ def adam_terms(group: Group, k: float, states: States) -> Terms:
     )
 
 
-def _adamw_terms(group: Group, k: float, states: States) -> Terms:
+def _adamw_terms(group: Group, k: float) -> Terms:
     """Older releases of torch do not say in the group that the decay is decoupled."""
-    return adam_terms({"decoupled_weight_decay": True, **group}, k, states)
+    return adam_terms({"decoupled_weight_decay": True, **group}, k)
 
 
 class PreviewRule(NamedTuple):
     """How one class of optimizers is previewed."""
 
-    terms: Callable[[Group, float, States], Terms]
-    """From a group's settings, the number of updates done, and the state of some of its tensors."""
-    needs: Callable[[Group], Sequence[str]]
-    """The state that a tensor has after its first update."""
+    terms: Callable[[Group, float], Terms]
+    """From a group's settings, and the number of updates done."""
     columns: Callable[[list[list[Tensor]]], tuple[list[Tensor], list[Tensor], list[Tensor]]]
     """Velocity, momentum and second moments in the state of a block."""
 
 
-def _adam_needs(group: Group) -> tuple[str, ...]:
-    return ("exp_avg", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg",)
-
-
 RULES = {
-    "SGD": PreviewRule(
-        sgd_terms,
-        lambda group: ("momentum_buffer",) if group["momentum"] else (),
-        lambda state: (state[0] if state else [], [], []),
-    ),
-    "Adam": PreviewRule(adam_terms, _adam_needs, lambda state: ([], state[0], state[-1])),
-    "AdamW": PreviewRule(_adamw_terms, _adam_needs, lambda state: ([], state[0], state[-1])),
+    "SGD": PreviewRule(sgd_terms, lambda state: (state[0] if state else [], [], [])),
+    "Adam": PreviewRule(adam_terms, lambda state: ([], state[0], state[-1])),
+    "AdamW": PreviewRule(_adamw_terms, lambda state: ([], state[0], state[-1])),
 }
 """By the name of torch's class."""
 
@@ -300,31 +240,38 @@ class Prepared:
 
 
 class Behind:
-    """Prepares previews of neighbours in an arena, block by block."""
+    """Prepares the previews of some neighbours in an arena, block by block.
+
+    Args:
+        writes: False: only what the gradients add, since the model cannot be written to yet.
+    """
 
     def __init__(
-        self, prepared: Prepared, pairs: Sequence[ParameterPair], rule: PreviewRule, terms: Terms
+        self,
+        prepared: Prepared,
+        pairs: Sequence[ParameterPair],
+        rule: PreviewRule,
+        count: float,
+        writes: bool = True,
     ) -> None:
-        self._prepared, self._pairs, self._rule, self._terms = prepared, pairs, rule, terms
-        self._first: int | None = None
+        self._prepared, self._pairs, self._rule, self._writes = prepared, pairs, rule, writes
+        self._terms = rule.terms(prepared.settings[pairs[0].group], count)
+        self._first = pairs[0].slot
         self._owners: list[int] = []
         self._norms: list[Tensor] = []
 
     def block(self, block: Block) -> None:
         """Write the previews of its masters and state as they are."""
-        if self._first is None:
-            self._first = block.places.start
         into = block.previews or block.targets
-        self._norms += self._terms.write(block.masters, into, *self._rule.columns(block.state))
-        places = range(block.places.start - self._first, block.places.stop - self._first)
-        self._owners += places
+        columns = self._rule.columns(block.state)
+        self._norms += self._terms.write(block.masters, into if self._writes else None, *columns)
+        self._owners += block.slots
 
     def end(self) -> None:
-        """Note what their gradients add."""
-        sizes = [pair.stepped.numel() for pair in self._pairs]
-        owners = self._owners if self._norms else []
-        shares = self._terms.shares(sizes, owners, self._norms)
-        self._prepared.shares.update(zip(map(id, self._pairs), shares, strict=True))
+        """Note what the gradients add. Synchronises with a device."""
+        sizes = {pair.slot: pair.stepped.numel() for pair in self._pairs}
+        shares = self._terms.shares(sizes, self._owners, self._norms)
+        self._prepared.shares.update((id(pair), shares[pair.slot]) for pair in self._pairs)
 
 
 class Previews:
@@ -373,11 +320,10 @@ class Previews:
     def covers(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether every parameter with a gradient, in the order of the parts, was updated before:
         a first update cannot be previewed."""
-        needs = list(map(self._rule.needs, self._replica.optimizer.param_groups))
-        state = self._replica.optimizer.state
         stepped = compress(self._replica.ordered, [grad is not None for grad in grads])
-        return not any(needs) or all(
-            _has(state.get(pair.param) or {}, needs[pair.group])
+        groups = self._replica.optimizer.param_groups
+        return all(
+            pair.has_state or not self._replica.keys_of(groups[pair.group])
             for pair in stepped
             if pair.is_master
         )
@@ -396,17 +342,16 @@ class Previews:
             self._make(part, prepared, left, writes=not self._writes_at_once)
         self._prepared = prepared
 
-    def behind(self) -> Callable[[Sequence[ParameterPair], list[float]], Behind | None] | None:
+    def behind(self) -> Callable[[Run, int, int], Behind | None] | None:
         """What an update, block by block, prepares for the next boundary; None: nothing yet."""
         prepared = self._next
         if prepared is None or prepared.parts is not self._replica.parts or self._writes_at_once:
             return None
 
-        def follow(pairs: Sequence[ParameterPair], counts: list[float]) -> Behind | None:
-            if min(counts) < max(counts):
-                return None
-            terms = self._rule.terms(prepared.settings[pairs[0].group], counts[0], ())
-            return Behind(prepared, pairs, self._rule, terms)
+        def follow(run: Run, a: int, b: int) -> Behind | None:
+            counts = run.counts(a, b)
+            alike = min(counts) == max(counts)
+            return Behind(prepared, run.pairs[a:b], self._rule, counts[0]) if alike else None
 
         return follow
 
@@ -445,88 +390,67 @@ class Previews:
             self._streams.wait_for_side()  # the memory that is overwritten may still be sent up
         if missing or self._writes_at_once:
             self._make(part, prepared, due, writes=True)
-        written = self._write_blocks(part, prepared, due, grads, factors)
-        for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
-            if due[place] and grad is not None and place not in written:
-                self._write(pair, grad, prepared.shares[id(pair)], factors[place])
-            elif not due[place] and id(pair.param) in newer:
+        for _, places, run in self._replica.runs_of(part):
+            mine, scaled = [grads[place] for place in places], [factors[place] for place in places]
+            in_blocks = not self._replica.sends and run.is_laid_out(mine)
+            for a, b in stretches([not due[place] for place in places], [in_blocks] * len(places)):
+                for block in run.blocks_of(a, b) if in_blocks else ():
+                    run.gather(block, mine, DeferredUnscale(), copies=True)
+                    pairs = run.pairs[block.places]
+                    shares = [prepared.shares[id(pair)] for pair in pairs]
+                    _add_shares(block, shares, scaled[block.places])
+                for place in () if in_blocks else range(a, b):
+                    share = prepared.shares[id(run.pairs[place])]
+                    self._add_share(run.pairs[place], mine[place], share, scaled[place])
+        for pair, is_due in zip(part.pairs, due, strict=True):
+            if not is_due and id(pair.param) in newer:
                 pair.publish(self._streams)
 
-    def _write_blocks(
-        self,
-        part: Part,
-        prepared: Prepared,
-        due: Sequence[bool],
-        grads: Sequence[Tensor | None],
-        factors: Sequence[float],
-    ) -> set[int]:
-        """:meth:`_write` in host memory, block by block; returns the places that it did."""
-        written: set[int] = set()
-        for _, places, run in self._replica.runs_of(part) if self._streams.is_host else ():
-            mine = [grads[place] for place in places]
-            if not isinstance(run, FlatRun) or not run.is_laid_out(mine):
-                continue
-            for a, b in stretches([not due[place] for place in places], places):
-                chosen = places[a:b]
-                shares = [prepared.shares[id(part.pairs[place])] for place in chosen]
-                for block in run.blocks_of(a, b):
-                    run.gather(block, mine, DeferredUnscale())
-                    some = slice(block.places.start - a, block.places.stop - a)
-                    _add_shares(block, shares[some], [factors[place] for place in chosen[some]])
-                written.update(chosen)
-        return written
-
-    def _write(self, pair: ParameterPair, grad: Tensor, share: Share, factor: float) -> None:
-        """``target = preview + share``, one multiply and add.
-
-        In float32 where gradients are narrower: rate and limit are those of a scaled gradient,
-        which float16 cannot hold (torch on a CPU rounds them to it, or refuses).
-        """
-        target, source = pair.target, pair.target if pair.preview is None else pair.preview
-        if pair.preview is not None and not self._streams.is_host:
-            self._streams.up(source, target)
-            source = target
+    def _add_share(
+        self, pair: ParameterPair, grad: Tensor | None, share: Share, factor: float
+    ) -> None:
+        """:func:`_add_shares` where the model is, for one parameter."""
+        assert grad is not None
+        if pair.preview is not None:
+            self._streams.up(pair.preview, pair.target)
         rate, limit = _scaled(share, factor)
-        for out, preview, piece in pieces_of((target, source, grad), _piece_on(target.device)):
-            bounded = piece.float() if piece.dtype in LOW_PRECISION else piece
-            bounded = bounded if limit > MAX_LIMIT else bounded.clamp(-limit, limit)
-            torch.add(preview, bounded, alpha=rate, out=out)
+        bounded = grad.float() if grad.dtype in LOW_PRECISION else grad
+        bounded = bounded if limit > MAX_LIMIT else bounded.clamp(-limit, limit)
+        torch.add(pair.target, bounded, alpha=rate, out=pair.target)
 
     def _make(self, part: Part, prepared: Prepared, due: Sequence[bool], writes: bool) -> None:
         """Previews of those that are ``due``, where the masters' state is known; not ``writes``:
         only what their gradients add."""
-        state, needs = self._replica.copy.state, self._rule.needs
-        known: list[tuple[ParameterPair, Mapping[str, Any]]] = []
-        for pair in compress(part.pairs, due):
-            entry = state.get(pair.stepped) or {}
-            if pair.is_master and _has(entry, needs(prepared.settings[pair.group])):
-                known.append((pair, entry))
-        kinds: dict[Any, list[tuple[ParameterPair, Mapping[str, Any]]]] = {}
-        counts = _numbers([entry.get("step", 0.0) for _, entry in known])  # SGD has none
-        for count, (pair, entry) in zip(counts, known, strict=True):
-            kinds.setdefault((pair.group, count), []).append((pair, entry))
-        for (group, count), mine in kinds.items():
-            pairs, states = [pair for pair, _ in mine], [entry for _, entry in mine]
-            terms = self._rule.terms(prepared.settings[group], count, states)
-            weights = [pair.stepped.detach() for pair in pairs]
-            into = [pair.target if pair.preview is None else pair.preview for pair in pairs]
-            shares = terms.preview(weights, into if writes else None, _piece_on(weights[0].device))
-            prepared.shares.update(zip(map(id, pairs), shares, strict=True))
+        for _, places, run in self._replica.runs_of(part):
+            left_out = [not (due[p] and part.pairs[p].is_master) for p in places]
+            left_out = [
+                out or not (run.pairs[i].has_state or not run.keys)
+                for i, out in enumerate(left_out)
+            ]
+            for a, b in stretches(left_out, run.counts(0, len(places))):
+                count = run.counts(a, a + 1)[0]
+                behind = Behind(prepared, run.pairs[a:b], self._rule, count, writes)
+                for block in run.blocks_of(a, b):
+                    behind.block(block)
+                behind.end()
 
 
 def _scaled(share: Share, factor: float) -> Share:
-    """The share of a gradient that is still to be multiplied by ``factor``."""
+    """The share of a gradient that is still to be multiplied by ``factor``.
+
+    Rate and limit are scaled instead of a float16 gradient, which could not hold the product.
+    """
     return Share(share.rate * factor, share.limit / factor if factor else math.inf)
 
 
 def _add_shares(block: Block, shares: Sequence[Share], factors: Sequence[float]) -> None:
-    """Write previews and shares to the model; the gradients are in scratch."""
+    """Write ``preview + share`` to the model, one multiply and add, from gradients in scratch."""
     scaled = list(map(_scaled, shares, factors))
     limits = [min(limit, MAX_LIMIT) for _, limit in scaled]
     if min(limits) < MAX_LIMIT:
         torch._foreach_clamp_min_(block.into, [-limit for limit in limits])
         torch._foreach_clamp_max_(block.into, limits)
-    columns = (block.previews, block.into, scaled, block.targets)
+    columns = (block.previews or block.targets, block.into, scaled, block.targets)
     for preview, grad, (rate, _), target in zip(*columns, strict=True):
         torch.add(preview, grad, alpha=rate, out=target)
 
@@ -568,31 +492,8 @@ def _sample(t: Tensor) -> Tensor:
     return t.reshape(-1)[:: -(-t.numel() // SAMPLE) | 1]
 
 
-def pieces_of(tensors: Sequence[Tensor], largest: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, cut alike: flat pieces of ``largest`` elements, where memory allows."""
-    if tensors[0].numel() <= largest or not all(map(Tensor.is_contiguous, tensors)):
-        yield tuple(tensors)
-    else:
-        yield from zip(*(torch.split(t.view(-1), largest) for t in tensors), strict=True)
-
-
-def _piece_on(device: torch.device) -> int:
-    return PIECE if device.type == "cpu" else LARGEST_PART
-
-
 def _settings_of(optimizer: Optimizer) -> Settings:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _has(entry: Mapping[str, Any], names: Sequence[str]) -> bool:
-    return all(entry.get(name) is not None for name in names)
-
-
-def _numbers(values: Sequence[Any]) -> list[float]:
-    """Of numbers, or tensors of shape (); one transfer where they are on a device."""
-    if values and all(isinstance(v, Tensor) and v.device.type != "cpu" for v in values):
-        return [float(v) for v in torch.stack(list(values)).tolist()]
-    return list(map(float, values))
 
 
 def _are_equal(one: Settings, other: Settings) -> bool:

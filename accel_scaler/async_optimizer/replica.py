@@ -19,18 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..optimizer_step import ATTRIBUTE, AdamGroup, is_plain
+from ..optimizer_step import ATTRIBUTE
 from ..scaling import (
-    SMALL,
     DeferredUnscale,
-    is_uniform,
-    laid_out_otherwise,
     local,
     match_layout,
     nothing_found,
     parameters_of,
 )
-from .blocks import FlatRun, Follower, neighbours, rule_of
+from .blocks import Follower, Run, neighbours, rule_of
 from .compile_session import beside_no_compile
 from .master_params import (
     MasterRule,
@@ -90,7 +87,7 @@ class Part:
             found.setdefault(pair.group, []).append(place)
         self.groups = dict(sorted(found.items()))
         """The places of each parameter group's pairs, in the optimizer's order of groups."""
-        self.runs: list[tuple[int, list[int], AdamGroup | FlatRun]] | None = None
+        self.runs: list[tuple[int, list[int], Run]] | None = None
         """Group, places, and what may step them by direct calls of a fused kernel."""
 
 
@@ -148,8 +145,6 @@ class Replica:
         self.copy: Any = None
         self.has_loaded = False
         """Masters were loaded, and the model perhaps not yet: until the next step."""
-        self._buffers: list[Any] = []
-        """See Note [Small tensors]; empty: not all of them are small."""
         self._renews = False
         """Masters are to be laid out anew."""
         self._scratch = torch.empty(0)
@@ -280,7 +275,6 @@ class Replica:
                 have = 0
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
         self.params = [pair.param for pair in ordered]
-        self._buffers = self._make_buffers()
         self.part_of = {
             id(pair.param): number
             for number, part in enumerate(self.parts, 1)
@@ -290,44 +284,10 @@ class Replica:
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
-    def _make_buffers(self) -> list[Any]:
-        targets = [pair.target for pair in self.ordered]
-        suits = self.streams.is_host and not self.inline and is_uniform(targets)
-        if suits and all(
-            0 < t.numel() <= SMALL and t.is_contiguous() and not pair.is_master
-            for pair, t in zip(self.ordered, targets, strict=True)
-        ):
-            return self.streams.host_like(targets)
-        return []
-
-    def fill_buffers(self, grads: list[Any], multiply: Tensor | None) -> bool:
-        """On the worker: take all gradients at once, if they are small. False: not done.
-
-        Note [Small tensors]
-        --------------------
-        Each call into torch releases the interpreter's lock, and beside a thread that runs Python
-        it takes long to get back; so it is where a tensor is dropped. For thousands of small
-        gradients one call unscales all, one copies them to buffers, one counts the step, and each
-        part is one call of the kernel with arguments that need no check.
-        """
-        if (
-            not self._buffers
-            or set(map(type, grads)) != {Tensor}
-            or list(map(Tensor.numel, grads)) != list(map(Tensor.numel, self._buffers))
-            or not all(self._covers(part, self.runs_of(part)) for part in self.parts)
-        ):
-            return False
-        if multiply is not None:
-            torch._foreach_mul_(grads, multiply)  # where ``.grad`` is
-        torch._foreach_copy_(self._buffers, grads)
-        self.count_steps(1, self.parts)
-        return True
-
-    def count_steps(self, steps: int, parts: Iterable[Part]) -> None:
-        """Add to the counts in the state of ``parts``, which have plans."""
-        runs = chain.from_iterable(part.runs or () for part in parts)
-        plans = [run.counts for _, _, run in runs if isinstance(run, AdamGroup)]
-        torch._foreach_add_(plans, steps)
+    @property
+    def is_shared(self) -> bool:
+        """The copy has the optimizer's state and settings, as of the last :meth:`prepare`."""
+        return self._state is not None
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
@@ -347,7 +307,7 @@ class Replica:
     def _share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
         state = self.optimizer.state
-        is_shared = state is self._state and _are_same(list(state.values()), self._entries)
+        is_shared = self.is_shared and state is self._state and _are_same(list(state.values()), self._entries)
         if not is_shared or not self._has_all_state:
             for p, grad in zip(self.params, grads, strict=True):
                 if grad is not None and p not in state:
@@ -360,30 +320,24 @@ class Replica:
             self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
             self._state, self._entries, self._values = state, list(state.values()), None
             self._has_all_state = len(known) == len(self.pairs)
-            self._forget_runs()
-        groups = self.optimizer.param_groups
+        groups, values = self.optimizer.param_groups, self._state_values()
         runs = chain.from_iterable(part.runs or () for part in self.parts)
-        if not all(run.still_fits(groups[number]) for number, _, run in runs):
-            self._forget_runs()
-            self._values = None
-        if self.has_masters or self.is_sharded:
-            values = self._state_values()
-            if self._values is None or not _are_same(values, self._values):
-                for pair in self.pairs:
-                    self._move_entry(pair, self.copy.state.get(pair.stepped, {}))
-                self._values = self._state_values()
+        fits = all(run.still_fits(groups[number]) for number, _, run in runs)
+        if not fits or self._values is None or not _are_same(values, self._values):
+            for pair in self.pairs:
+                self._move_entry(pair, self.copy.state.get(pair.stepped, {}))
+            self._values = self._state_values()
+            for part in self.parts:
+                part.runs = None
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Bring one parameter's state to where it is stepped: into the arena of its master."""
-        move_entry(pair, entry)
+        if self.has_masters or self.is_sharded:
+            move_entry(pair, entry)
         group, rule = self.optimizer.param_groups[pair.group], rule_of(self.optimizer)
-        if rule is not None and pair.arena is not None:
+        if rule is not None:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
-
-    def _forget_runs(self) -> None:
-        for part in self.parts:
-            part.runs = None
 
     def _state_values(self) -> list[Any]:
         """What the parameters' entries hold."""
@@ -452,44 +406,25 @@ class Replica:
         grads: list[Any],
         deferred: DeferredUnscale,
         publishes: bool,
-        buffered: bool = False,
         follow: Callable[..., Follower | None] | None = None,
     ) -> None:
         """On the worker: do what is ``deferred`` to a part's gradients, and update it.
 
         Args:
             publishes: write masters' new values to the model.
-            buffered: :meth:`fill_buffers` has taken the gradients.
-            follow: see :meth:`.FlatRun.step`.
+            follow: see :meth:`.Run.step`.
         """
-        runs = self.runs_of(part)
-        if not (
-            buffered
-            or (
-                self._covers(part, runs)
-                and all(run.takes([grads[i] for i in places]) for _, places, run in runs)
-            )
-        ):
-            if not all(isinstance(run, FlatRun) for _, _, run in runs) or not runs:
-                part.runs = None  # the step may make or replace state
-            final = self.bring(part.pairs, grads, deferred)
-            self._step_in_python(part, final, deferred.divide)
-            for pair in part.pairs if publishes else ():
-                pair.publish(self.streams)
+        runs = [
+            (number, run, [grads[i] for i in places]) for number, places, run in self.runs_of(part)
+        ]
+        if runs and all(run.takes(mine) for _, run, mine in runs):
+            for number, run, mine in runs:
+                group = self.copy.param_groups[number]
+                run.step(type(self.optimizer), group, mine, deferred, publishes, follow)
             return
-        kind = type(self.optimizer)
-        for number, places, run in runs:
-            group, mine = self.copy.param_groups[number], [grads[place] for place in places]
-            if isinstance(run, FlatRun):
-                run.step(kind, group, self.copy.state, mine, deferred, publishes, follow)
-            elif buffered:
-                taken = self._buffers[part.start : part.end]
-                run.update(group, [taken[place] for place in places], deferred.divide)
-            else:
-                exact: Any = self.bring([part.pairs[place] for place in places], mine, deferred)
-                run.step(group, exact, deferred.divide)
-        if buffered and deferred.divide is not None:  # as the kernel leaves what it is given
-            torch._foreach_copy_(grads, self._buffers[part.start : part.end])
+        self._step_in_python(part, self.bring(part.pairs, grads, deferred), deferred.divide)
+        for pair in part.pairs if publishes else ():
+            pair.publish(self.streams)
 
     def bring(
         self,
@@ -513,40 +448,27 @@ class Replica:
             deferred.apply(scaled)
         return final
 
-    def runs_of(self, part: Part) -> list[tuple[int, list[int], AdamGroup | FlatRun]]:
-        """On the worker: what may step some of a part's places by calls of a fused kernel."""
+    def runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
+        """On the worker: what may step a part by calls of a fused kernel; []: nothing."""
         if part.runs is None:
-            # Not where one of them is there twice.
-            part.runs = list(self._make_runs(part) if len(self.part_of) == len(self.params) else ())
+            part.runs = list(self._make_runs(part))
         return part.runs
 
-    def _covers(self, part: Part, runs: Sequence[tuple[int, list[int], object]]) -> bool:
-        return sum(len(places) for _, places, _ in runs) == len(part.pairs)
-
-    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], AdamGroup | FlatRun]]:
+    def keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The state of the parameters' shape that a group's optimizer has, where that is known."""
         rule = rule_of(self.optimizer)
-        if rule is None:
+        return () if rule is None else rule.keys(group)
+
+    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], Run]]:
+        rule, state = rule_of(self.optimizer), self.copy.state
+        if rule is None or len(self.part_of) < len(self.params):  # one of them is there twice
             return
         for number, places in part.groups.items():
             group = self.copy.param_groups[number]
-            own = [place for place in places if part.pairs[place].arena is None]
-            params = [part.pairs[place].stepped for place in own]
-            if own and self._can_list(group, params):
-                yield number, own, AdamGroup(self.copy, {**group, "params": params})
-            for run in neighbours(part.pairs, sorted(set(places).difference(own))):
-                pairs = [part.pairs[place] for place in run]
-                flat = FlatRun(pairs, rule, group, self.streams, self.sends, self._take_scratch)
-                yield number, run, flat
-
-    def _can_list(self, group: dict[str, Any], params: list[Any]) -> bool:
-        """Whether the fused Adam kernel can be called for tensors of the model's own."""
-        return (
-            type(self.optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-            and is_plain(group)
-            and is_uniform([p.detach() for p in params])
-            and all(self.copy.state.get(p) for p in params)
-            and not any(laid_out_otherwise(p, self.copy.state) for p in params)
-        )
+            for some in neighbours(part.pairs, places):
+                pairs = [part.pairs[place] for place in some]
+                run = Run(pairs, rule, group, state, self.streams, self.sends, self._take_scratch)
+                yield number, some, run
 
     def _take_scratch(self, length: int) -> Tensor:
         """Memory for a block's gradient, the same for all; made on the worker."""

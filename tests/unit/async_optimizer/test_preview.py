@@ -21,6 +21,7 @@ from telemetry_runs import windows_of
 from torch import Tensor
 
 from accel_scaler import AsyncOptimizer, UnsupportedError
+from accel_scaler.async_optimizer import blocks
 from accel_scaler.async_optimizer.preview import RULES, rule_of
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -54,16 +55,27 @@ def even(number: int, size: float = 0.5) -> Tensor:
     return torch.randint(2, (3, 5), generator=generator).float().mul_(2.0).sub_(1.0).mul_(size)
 
 
+def terms_and_state(optimizer: torch.optim.Optimizer, w: Tensor) -> tuple[Any, list[Tensor]]:
+    """The terms of the next update of ``w``, and the state that they are made of."""
+    rule, kernel = rule_of(optimizer), blocks.rule_of(optimizer)
+    assert rule is not None
+    assert kernel is not None
+    (group,), state = optimizer.param_groups, optimizer.state[w]
+    terms = rule.terms(group, float(state.get("step", 0.0)))
+    return terms, [state[key] for key in kernel.keys(group)]
+
+
 def previewed(
     optimizer: torch.optim.Optimizer, w: Tensor, g: Tensor, largest: int = 1 << 16
 ) -> Tensor:
     """The sum of preview and share, from the package's rule."""
-    rule = rule_of(optimizer)
+    (terms, state), rule = terms_and_state(optimizer, w), rule_of(optimizer)
     assert rule is not None
-    (group,), state = optimizer.param_groups, optimizer.state[w]
-    terms = rule.terms(group, float(state.get("step", 0.0)), [state])
-    preview = torch.empty_like(w)
-    ((rate, limit),) = terms.preview([w.detach()], [preview], largest)
+    preview, norms = torch.empty_like(w), list[Tensor]()
+    for i in range(0, w.numel(), largest):
+        flats = [[t.view(-1)[i : i + largest]] for t in (w.detach(), preview, *state)]
+        norms += terms.write(*flats[:2], *rule.columns(flats[2:]))
+    rate, limit = terms.shares({0: w.numel()}, [0] * len(norms), norms)[0]
     return preview.add_(g.clamp(-limit, limit), alpha=rate)
 
 
@@ -108,11 +120,9 @@ def test_no_gradient_moves_more_at_once_than_its_update_could(name: str) -> None
     for number in range(6):
         w.grad = torch.randn(64, generator=torch.Generator().manual_seed(number))
         optimizer.step()
-    rule = rule_of(optimizer)
-    assert rule is not None
-    state = optimizer.state[w]
-    terms = rule.terms(optimizer.param_groups[0], float(state["step"]), [state])
-    ((rate, limit),) = terms.preview([w.detach()], None, 1 << 16)
+    terms, state = terms_and_state(optimizer, w)
+    norms = terms.write([w.detach()], None, [], *([t] for t in state))
+    rate, limit = terms.shares({0: 64}, [0], norms)[0]
     for size in (1e3, 1e6):
         calm, excited = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
         for other, grad in ((calm, torch.zeros(64)), (excited, torch.full((64,), size))):

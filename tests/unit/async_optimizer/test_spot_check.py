@@ -23,7 +23,7 @@ def pairs(request: pytest.FixtureRequest) -> list[ParameterPair]:
 
 def check_of(pairs: list[ParameterPair], edited: set[int] | None = None) -> SpotCheck:
     for pair in pairs:
-        pair.give_master(Arena([pair.target], torch.device("cpu")), 0)
+        pair.place(Arena([pair.target], torch.device("cpu"), True), 0)
     return SpotCheck(pairs, set() if edited is None else edited)
 
 

@@ -307,7 +307,11 @@ class Replica:
     def _share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
         state = self.optimizer.state
-        is_shared = self.is_shared and state is self._state and _are_same(list(state.values()), self._entries)
+        is_shared = (
+            self.is_shared
+            and state is self._state
+            and _are_same(list(state.values()), self._entries)
+        )
         if not is_shared or not self._has_all_state:
             for p, grad in zip(self.params, grads, strict=True):
                 if grad is not None and p not in state:

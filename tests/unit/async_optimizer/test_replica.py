@@ -19,6 +19,7 @@ from accel_scaler import (
     GradScaler,
     UnsupportedError,
 )
+from accel_scaler.async_optimizer.blocks import Run
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
@@ -271,7 +272,7 @@ def test_step_hooks_are_called_as_torch_calls_them() -> None:
     assert run(AsyncOptimizer) == run(lambda optimizer, model: optimizer)
 
 
-# All parameters small: their gradients go through buffers.
+# The kernel called directly, over many small tensors.
 
 SIZES = [(7,), (3, 5), (1,), (33,), (8, 4, 2), (1000,)] * 5
 
@@ -282,16 +283,18 @@ def small_parameters() -> list[nn.Parameter]:
 
 
 def train_small(
-    buffered: bool, patch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
+    direct: bool, patch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
 ) -> list[Tensor]:
-    filled: list[bool] = []
-    fill = Replica.fill_buffers
+    calls: list[bool] = []
+    step = Run.step
 
-    def counting(self: Replica, *args: Any) -> bool:
-        filled.append(buffered and fill(self, *args))
-        return filled[-1]
+    def counting(self: Run, *args: Any) -> None:
+        calls.append(True)
+        step(self, *args)
 
-    patch.setattr(Replica, "fill_buffers", counting)
+    patch.setattr(Run, "step", counting)
+    if not direct:
+        patch.setattr(Replica, "runs_of", lambda self, part: [])
     params = small_parameters()
     # Neighbours in different groups, as decay and no decay.
     groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}]
@@ -317,7 +320,8 @@ def train_small(
             left += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in params]
             optimizer.zero_grad()
         state = optimizer.state_dict()["state"]
-    assert sum(filled) >= (6 if missing else 10) * buffered
+    assert len(calls) >= 10 * direct
+    assert direct or not calls
     flat = [value for entry in state.values() for value in entry.values()]
     return [*(p.detach() for p in params), *flat, *left]
 
@@ -325,11 +329,11 @@ def train_small(
 @pytest.mark.parametrize("fold", [False, True], ids=["", "folded"])
 @pytest.mark.parametrize("missing", [False, True], ids=["all gradients", "some missing"])
 @pytest.mark.parametrize("clip", [0.5, 1e9], ids=["clipped", "not clipped"])
-def test_gradients_through_buffers_train_bit_for_bit_as_others(
+def test_the_kernel_called_directly_trains_bit_for_bit_as_the_optimizer_s_own_step(
     monkeypatch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
 ) -> None:
     with monkeypatch.context() as patch:
-        buffered = train_small(True, patch, missing, clip, fold)
+        mine = train_small(True, patch, missing, clip, fold)
     with monkeypatch.context() as patch:
         other = train_small(False, patch, missing, clip, fold)
-    assert_same(buffered, other)
+    assert_same(mine, other)

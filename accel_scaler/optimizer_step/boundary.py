@@ -78,6 +78,7 @@ class Boundary:
         self.observers = [each for each in observers if each is not None]
         self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
         self.spikes = SpikeRule(skip_norm_above)
+        self.check.wants_norm = self.spikes.is_set
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
         self._idle = weakref.WeakKeyDictionary()

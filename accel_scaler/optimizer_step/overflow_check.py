@@ -53,6 +53,9 @@ class OverflowCheck:
         skip_nonfinite: False: gradients that are not scaled are not checked.
     """
 
+    wants_norm = False
+    """Each check takes the norm of all, before a clip changes some."""
+
     def __init__(
         self,
         scaler: GradScaler,
@@ -161,6 +164,8 @@ class OverflowCheck:
             self._look(optimizer, record)
         if record.verdict is None:
             self._agree(optimizer, record, record.found_inf)
+        if self.wants_norm and not record.found_inf:
+            self.norm(optimizer)
         return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
@@ -280,15 +285,17 @@ class OverflowCheck:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
         clip or a check that took all of them, else taken here. Synchronises with the device, and
         with other ranks where they hold other gradients."""
-        window, record = self.scaler.window, self.scaler.record_of(optimizer)
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        known = window.grad_norms.of(params)
-        if known is not None:
-            return known
-        norm = whole(total_norm(params, 2.0)) if params else torch.zeros((), device=self.device)
-        if self.scaler.sharded and not is_sharded(params):
-            norm = add_norms(norm.to(self.device))
-        return float(norm) / (self.scaler.window_scale if record.deferred else 1.0)
+        record = self.scaler.record_of(optimizer)
+        if record.norm is None:
+            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            norm = self.scaler.window.grad_norms.of(params) if params else 0.0
+            if norm is None:
+                scale = self.scaler.window_scale if record.deferred else 1.0
+                norm = float(whole(total_norm(params, 2.0))) / scale
+            if self.scaler.sharded and not is_sharded(params):
+                norm = add_norms(norm, self.device)
+            record.norm = norm
+        return record.norm
 
     def forget(self, optimizer: Optimizer) -> None:
         """More is about to be added to its gradients, which nothing scales: the check has to look

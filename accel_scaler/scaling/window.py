@@ -145,8 +145,10 @@ class OptimizerRecord(dict[str, Any]):
         """Gradients as they were when the caller got them back with something deferred."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
+        self.norm: float | None = None
+        """The unscaled norm of its gradients on all ranks, before a clip, once it was asked for."""
         self.is_spike = False
-        """The norm of its gradients is above ``skip_norm_above``."""
+        """That norm is above ``skip_norm_above``."""
         self.overflowed: Sequence[Tensor] = ()
         """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()

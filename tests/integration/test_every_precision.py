@@ -192,6 +192,36 @@ def test_a_spike_is_skipped(
     assert {r.next_scale for r in spiked.records} == {scale.get("init_scale", 1.0)}
 
 
+@pytest.mark.parametrize("precision", ["bf16", "no", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("how", ["parts", "a part", "one by one", "inf-norm", "1-norm", "values"])
+def test_the_norm_of_a_spike_is_that_before_any_clip(
+    precision: str, dtype: torch.dtype, guards: bool, how: str
+) -> None:
+    accelerator: Any = Accelerator(cpu=True, mixed_precision=precision)
+    attach(accelerator, skip_norm_above=1.0, skip_nonfinite=guards or precision == "fp16")
+    net = network(dtype)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    params, skipped = list(net.parameters()), []
+    for factor in (1e-3, 100.0, 1e-3):
+        accelerator.backward(model(batches(1)[0].to(dtype)).float().square().sum() * factor)
+        if how == "values":
+            accelerator.clip_grad_value_(params, 1e-3)
+        elif how.endswith("norm"):
+            accelerator.clip_grad_norm_(params, 1e-3, INF if how == "inf-norm" else 1)
+        else:
+            size = {"parts": 2, "a part": 4, "one by one": 1}[how]
+            chosen = params[::-1][:3] if how == "a part" else params
+            for at in range(0, len(chosen), size):
+                accelerator.clip_grad_norm_(chosen[at : at + size], 1e-3)
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    detach(accelerator)
+    assert skipped == [False, True, False]
+
+
 def test_a_spike_neither_counts_as_a_finite_window_nor_as_an_overflow() -> None:
     settings = {"init_scale": 16.0, "growth_interval": 3, "skip_norm_above": 40.0}
     records = train("fp16", settings, factors={2: 1000.0}, windows=5).records

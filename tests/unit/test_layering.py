@@ -52,14 +52,14 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_268,
-    "optimizer_step": 1_401,
+    "optimizer_step": 1_413,
     "async_optimizer": 5_116,
     "integrations": 1_377,
     "overflow": 2_152,
     "telemetry": 1_341,
     "report": 1_027,
     "launch": 445,
-    "": 873,
+    "": 861,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

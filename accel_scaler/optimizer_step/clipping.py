@@ -238,7 +238,7 @@ class Clipping:
                 params = parameters_of(owner)
                 torch._foreach_mul_(gradients_of(params), product)
                 window.unscaled.update(map(id, params))
-            check.give_back(owner, record)
+            check.give_back(owner, record, () if record.deferred else parameters)
         return norms.total
 
 

@@ -125,11 +125,16 @@ class OverflowCheck:
             OrderError: no loss was scaled; it has stepped; scaled gradients were added to
                 unscaled ones.
         """
-        window = self.scaler.window
+        window, count = self.scaler.window, sum(len(g["params"]) for g in optimizer.param_groups)
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
                 window = self.scaler.open_window()
+            elif known and (
+                known.count not in (None, count)
+                or (known.looked_at is not None and known.looked_at.is_changed())
+            ):
+                self.forget(optimizer)
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step or "
@@ -142,7 +147,6 @@ class OverflowCheck:
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
         record.forbid_mixture(type(optimizer).__name__, some)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
             raise OrderError(
                 f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
@@ -273,6 +277,8 @@ class OverflowCheck:
         }
         record.overflowed = [params[i] for i in norms.overflowed]
         self._agree(optimizer, record, found)
+        if not self.scaler.is_enabled() and (record.verdict or not self.scaler.window.losses):
+            record.looked_at = Snapshot(parameters_of(optimizer))
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
         if not self.checks:
@@ -299,9 +305,11 @@ class OverflowCheck:
 
     def forget(self, optimizer: Optimizer) -> None:
         """More is about to be added to its gradients, which nothing scales: the check has to look
-        again. Where a clip has left some of its work to the step, that will refuse."""
+        again. Where a clip has left some of its work to the step, that will refuse, unless
+        these were dropped."""
         record = self.scaler.window.known(optimizer)
-        if record is not None and record.returned is None:
+        params = parameters_of(optimizer)
+        if record is not None and (record.returned is None or Snapshot(params).is_zero):
             self.scaler.window.forget(optimizer)
 
     def pass_whole(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -365,5 +373,6 @@ class OverflowCheck:
             record.returned.renew(written)
         elif record.deferred:
             record.returned = Snapshot(parameters_of(optimizer))
-        if record.unscaled_before is not None:
-            record.unscaled_before.renew(written)
+        for kept in (record.unscaled_before, record.looked_at):
+            if kept is not None:
+                kept.renew(written)

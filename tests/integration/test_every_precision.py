@@ -332,11 +332,21 @@ def clip_with_strangers(accelerator: Any, model: Any, optimizer: Any, x: Tensor)
     optimizer.zero_grad()
 
 
+def group_after_the_clip(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    new = nn.Parameter(torch.ones(3))
+    accelerator.backward(model(x).square().mean() + new.square().sum())
+    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.optimizer.add_param_group({"params": [new]})
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("settings", [{}, {"step_mode": "overlap"}], ids=str)
 @pytest.mark.parametrize(
     "step",
     [
         plain_backward,
+        group_after_the_clip,
         two_steps,
         gradients_kept,
         clip_twice_around_a_backward,
@@ -370,6 +380,55 @@ def test_a_stranger_that_is_not_finite_skips_the_step(loop: Any) -> None:
     optimizer.step()
     assert optimizer.step_was_skipped
     assert same(before, model.state_dict())
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"step_mode": "overlap"}, {"fold_unscale": True}], ids=str
+)
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_batch_that_the_loop_drops_says_nothing_of_the_next(
+    loop: Any, is_plain: bool, settings: dict[str, Any], clip: str
+) -> None:
+    """With a backward of the loop's own, too, which no call announces."""
+    found = []
+    for attached in (settings, None):
+        accelerator, model, optimizer = loop(attached)
+        for number, x in enumerate(batches(6)):
+            loss = model(x * (NAN if number in (2, 4) else 1.0)).square().mean()
+            (torch.Tensor.backward if is_plain else accelerator.backward)(loss)
+            getattr(accelerator, clip)(model.parameters(), 0.05)
+            if number in (1, 2) or (attached is None and number == 4):  # 2: it sees the NaN itself
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            assert optimizer.step_was_skipped == (number == 4)
+            optimizer.zero_grad()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert same(found[0], found[1])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("settings", [{"offload": "cpu"}, {"master_weights": "fp32"}], ids=str)
+def test_a_batch_that_is_dropped_after_a_clip_for_masters(
+    settings: dict[str, Any], set_to_none: bool
+) -> None:
+    found = []
+    for dropped in (False, True):
+        accelerator: Any = Accelerator(cpu=True, mixed_precision="bf16")
+        attach(accelerator, **settings)
+        net = network(torch.bfloat16)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for number, x in enumerate(batches(4)):
+            if number != 1 or dropped:
+                accelerator.backward(model(x.bfloat16()).float().square().mean())
+                accelerator.clip_grad_norm_(net.parameters(), 0.05)
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        detach(accelerator)
+        found.append(net.state_dict())
+    assert same(found[0], found[1])
 
 
 def test_a_checkpoint_is_stocks(tmp_path: Path, loop: Any) -> None:

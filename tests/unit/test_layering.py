@@ -51,15 +51,15 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_268,
-    "optimizer_step": 1_413,
+    "scaling": 2_271,
+    "optimizer_step": 1_422,
     "async_optimizer": 5_116,
     "integrations": 1_377,
     "overflow": 2_152,
     "telemetry": 1_341,
     "report": 1_027,
     "launch": 445,
-    "": 861,
+    "": 849,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

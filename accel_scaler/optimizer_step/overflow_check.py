@@ -304,9 +304,8 @@ class OverflowCheck:
         return record.norm
 
     def forget(self, optimizer: Optimizer) -> None:
-        """More is about to be added to its gradients, which nothing scales: the check has to look
-        again. Where a clip has left some of its work to the step, that will refuse, unless
-        these were dropped."""
+        """More is about to be added to its gradients, which nothing scales: they are checked again.
+        Where a clip has left some of its work to the step, that refuses unless they are gone."""
         record = self.scaler.window.known(optimizer)
         params = parameters_of(optimizer)
         if record is not None and (record.returned is None or Snapshot(params).is_zero):

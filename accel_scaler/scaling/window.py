@@ -146,8 +146,7 @@ class OptimizerRecord(dict[str, Any]):
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
         self.looked_at: Snapshot | None = None
-        """Gradients that nothing has scaled, as they were checked: changed ones are checked again.
-        Where a backward of the accelerator announces each change, only those that overflowed."""
+        """Gradients that nothing has scaled, as checked: no call may announce a change."""
         self.norm: float | None = None
         """The unscaled norm of its gradients on all ranks, before a clip, once it was asked for."""
         self.is_spike = False

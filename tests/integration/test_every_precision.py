@@ -431,6 +431,34 @@ def test_a_batch_that_is_dropped_after_a_clip_for_masters(
     assert same(found[0], found[1])
 
 
+class WithoutGradients(torch.optim.SGD):
+    """Moves parameters by what it finds out itself, as zeroth-order optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.5)
+
+
+def test_a_step_without_gradients_is_the_optimizers() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    attach(accelerator)
+    net = nn.Linear(1, 1, bias=False)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(
+        made := WithoutGradients(net.parameters(), lr=1.0), 0.5
+    )
+    called: list[Any] = []
+    made.register_step_post_hook(lambda *_: called.append(1))
+    optimizer, schedule = accelerator.prepare(made, schedule)
+    before = net.weight.item()
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    detach(accelerator)
+    assert net.weight.item() == pytest.approx(before + 1.5)
+    assert (len(called), schedule.get_last_lr()) == (3, [0.125])
+
+
 def test_a_checkpoint_is_stocks(tmp_path: Path, loop: Any) -> None:
     """Either one's is loaded by the other."""
     for first, second in (({}, None), (None, {})):

@@ -222,6 +222,22 @@ def test_the_norm_of_a_spike_is_that_before_any_clip(
     assert skipped == [False, True, False]
 
 
+def test_a_spike_in_a_sparse_gradient_is_skipped() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    attach(accelerator, skip_norm_above=5.0)
+    table, skipped = nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), []
+    model, optimizer = accelerator.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
+    for factor in (1.0, 100.0, NAN):
+        accelerator.backward(model(torch.tensor([[1, 1]])).sum() * factor)  # norm 4: uncoalesced
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    records = list(accelerator.scaler_history.records)
+    detach(accelerator)
+    assert skipped == [False, True, True]
+    assert [r.spike for r in records] == [False, True, False]
+
+
 def test_a_spike_neither_counts_as_a_finite_window_nor_as_an_overflow() -> None:
     settings = {"init_scale": 16.0, "growth_interval": 3, "skip_norm_above": 40.0}
     records = train("fp16", settings, factors={2: 1000.0}, windows=5).records

@@ -56,10 +56,10 @@ MAX_LINES = {
     "async_optimizer": 5_116,
     "integrations": 1_377,
     "overflow": 2_152,
-    "telemetry": 1_341,
+    "telemetry": 1_343,
     "report": 1_027,
     "launch": 445,
-    "": 849,
+    "": 847,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

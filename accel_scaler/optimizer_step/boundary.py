@@ -36,7 +36,7 @@ from .clipping import Clipping
 from .observer import Observer
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
-from .stepper import Stepper, stepper_of
+from .stepper import Stepper, async_stepper_of, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -78,6 +78,7 @@ class Boundary:
         self.observers = [each for each in observers if each is not None]
         self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
         self.spikes = SpikeRule(skip_norm_above)
+        self.check.wants_norm = self.spikes.is_set
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
         self._idle = weakref.WeakKeyDictionary()
@@ -161,6 +162,8 @@ class Boundary:
         scaler.manage(optimizer, stepper)
         if not self._has_gradients(optimizer):
             self._count_idle(optimizer, scaler.window)
+            if not scaler.is_enabled() and async_stepper_of(optimizer) is None:
+                stepper.step()  # stock's step: it may need no gradients, and has hooks
             return True
         if scaler.is_enabled() and scaler.window.opened_by is None:
             self._step_without_window(optimizer)

@@ -73,14 +73,18 @@ class Clipping:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
         parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        is_whole = norm_type == 2.0 and self._are_whole(parts, parameters)
+        takes_norm = check.wants_norm and not is_whole  # this clip does not take it
         if not (is_scaled or check.checks):
+            for owner, _, record in parts if takes_norm else ():
+                check.check(owner, record)
             return self._clip_unscaled(parameters, max_norm, norm_type)
-        if norm_type == 2.0 and self._are_whole(parts, parameters):
+        if is_whole:
             norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
-        if not (is_scaled or sharded or is_later):
+        if not (is_scaled or sharded or is_later or takes_norm):
             return self._clip_unscaled(parameters, max_norm, norm_type, parts)
         for owner, _, record in parts:
             check.check(owner, record)
@@ -234,7 +238,7 @@ class Clipping:
                 params = parameters_of(owner)
                 torch._foreach_mul_(gradients_of(params), product)
                 window.unscaled.update(map(id, params))
-            check.give_back(owner, record)
+            check.give_back(owner, record, () if record.deferred else parameters)
         return norms.total
 
 

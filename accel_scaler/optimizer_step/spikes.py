@@ -35,10 +35,10 @@ class SpikeRule:
         self._norms = weakref.WeakKeyDictionary()
 
     def is_spike(self, optimizer: Optimizer, norm: float) -> bool:
-        """Whether this finite norm of a window is one; it is remembered."""
+        """Whether this finite norm of a window is one; it is remembered, but for 0: of no loss."""
         if self._factor is None:
             return norm > self._absolute
         norms = self._norms.setdefault(optimizer, deque(maxlen=NORMS))
         limit = self._factor * median(norms) if len(norms) >= FIRST else inf
-        norms.append(norm)
+        norms += [norm] if norm else []
         return norm > limit

@@ -66,6 +66,36 @@ def train(
     return local, skipped
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_ranks_with_other_gradients_agree_on_a_spike(precision: str, tmp_path: Path) -> None:
+    """Split by hand: the norm is that of all ranks, taken before a clip of any kind."""
+
+    def body() -> None:
+        for how in ("none", "whole", "parts", "values"):
+            reset()
+            accelerator: Any = Accelerator(mixed_precision=precision)
+            scale = {"init_scale": 8.0} if precision == "fp16" else {}
+            attach(accelerator, sharded=True, skip_norm_above=50.0, **scale)
+            torch.manual_seed(dist.get_rank())
+            net, skipped = torch.nn.Linear(4, 3), []
+            optimizer: Any = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=1e-3))
+            for factor in (1.0, 100.0 if dist.get_rank() == 1 else 1.0, 1.0):
+                accelerator.backward(net(torch.ones(2, 4)).sum() * factor)
+                if how == "values":
+                    accelerator.clip_grad_value_(net.parameters(), 1.0)
+                elif how != "none":
+                    size = 1 if how == "parts" else 2
+                    for at in range(0, 2, size):
+                        accelerator.clip_grad_norm_(list(net.parameters())[at : at + size], 1.0)
+                optimizer.step()
+                skipped.append(optimizer.step_was_skipped)
+                optimizer.zero_grad()
+            detach(accelerator)
+            assert skipped == [False, True, False], how
+
+    on_two_ranks(body, tmp_path)
+
+
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["bf16", "no"])

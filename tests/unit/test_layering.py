@@ -51,15 +51,15 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_268,
-    "optimizer_step": 1_401,
-    "async_optimizer": 5_116,
+    "scaling": 2_274,
+    "optimizer_step": 1_420,
+    "async_optimizer": 5_117,
     "integrations": 1_377,
     "overflow": 2_152,
     "telemetry": 1_341,
     "report": 1_027,
     "launch": 445,
-    "": 873,
+    "": 847,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

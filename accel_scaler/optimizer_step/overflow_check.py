@@ -23,6 +23,7 @@ from ..scaling import (
     NormCheck,
     OptimizerRecord,
     Snapshot,
+    Window,
     add_norms,
     agree_on_overflow,
     check_norms,
@@ -126,7 +127,8 @@ class OverflowCheck:
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
-                window = self.scaler.open_window()
+                window = self._next_window(window)
+                stepper_of(optimizer).wait_for_gradients()
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step or "
@@ -149,6 +151,16 @@ class OverflowCheck:
         return record
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
+    def _next_window(self, last: Window) -> Window:
+        """What is known of optimizers that have not stepped in the ``last`` one is the next's."""
+        left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
+        norms, stepped_ones = last.grad_norms, [o for o in self.scaler.managed if id(o) not in left]
+        norms.forget(p for optimizer in stepped_ones for p in parameters_of(optimizer))
+        window = self.scaler.open_window()
+        window.states.update(left)
+        window.grad_norms = norms
+        return window
+
         """Check, unless that was done in this window; unscale, or leave that to the step.
 
         Synchronises with the device, and with other ranks where they hold other gradients.

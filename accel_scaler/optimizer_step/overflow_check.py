@@ -306,7 +306,7 @@ class OverflowCheck:
         """More is about to be added to its gradients, which nothing scales: the check has to look
         again. Where a clip has left some of its work to the step, that will refuse."""
         record = self.scaler.window.known(optimizer)
-        if record is not None and record.returned is None:
+        if record and (not record.returned or Snapshot(parameters_of(optimizer)).is_zero):
             self.scaler.window.forget(optimizer)
 
     def pass_whole(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:

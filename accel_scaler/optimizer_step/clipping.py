@@ -82,8 +82,10 @@ class Clipping:
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
         if not (is_scaled or sharded or is_later):
             return self._clip_unscaled(parameters, max_norm, norm_type, parts)
-        for owner, _, record in parts:
+        for owner, mine, record in parts:
             check.check(owner, record)
+            if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
+                record.deferred = DeferredUnscale(multiply=check.inv_scale(mine[0].device))
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)

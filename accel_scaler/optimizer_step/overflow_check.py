@@ -201,7 +201,7 @@ class OverflowCheck:
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads = gradients_of(params)
         if is_uniform(grads, LOW_PRECISION | {torch.float32}):
-            norms = check_norms(grads, self._inv_scale(grads[0].device), self.wants_each_norm)
+            norms = check_norms(grads, self.inv_scale(grads[0].device), self.wants_each_norm)
         else:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
@@ -234,14 +234,14 @@ class OverflowCheck:
         self.note(optimizer, record, params, norms)
         if not self.scaler.is_enabled():
             return True
-        inv_scale = self._inv_scale(gradients_of(params)[0].device)
+        inv_scale = self.inv_scale(gradients_of(params)[0].device)
         if self.divides(stepper):
             record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
         else:
             record.deferred = DeferredUnscale(multiply=inv_scale)
         return True
 
-    def _inv_scale(self, device: torch.device) -> Tensor:
+    def inv_scale(self, device: torch.device) -> Tensor:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
@@ -259,7 +259,7 @@ class OverflowCheck:
         mine = (p for owner in owners for p in parameters_of(owner))
         if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
-        inv_scale = self._inv_scale(grads[0].device)
+        inv_scale = self.inv_scale(grads[0].device)
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
 
     def note(

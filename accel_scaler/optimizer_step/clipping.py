@@ -73,17 +73,19 @@ class Clipping:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
         parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
-        if not (is_scaled or check.checks):
-            return self._clip_unscaled(parameters, max_norm, norm_type)
-        if norm_type == 2.0 and self._are_whole(parts, parameters):
+        is_checked = is_scaled or check.checks
+        if is_checked and norm_type == 2.0 and self._are_whole(parts, parameters):
             norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
-        if not (is_scaled or sharded or is_later):
-            return self._clip_unscaled(parameters, max_norm, norm_type, parts)
+        if not (is_checked and (is_scaled or sharded or is_later)):
+            for owner, mine, _ in parts:
+                check.note_norm(owner, norm_type, len(mine))
+            return self._clip_unscaled(parameters, max_norm, norm_type, parts if is_checked else ())
         for owner, mine, record in parts:
             check.check(owner, record)
+            check.note_norm(owner, norm_type, len(mine))
             if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
                 record.deferred = DeferredUnscale(multiply=check.inv_scale(mine[0].device))
             # At once: the next owner may have some of the same gradients.
@@ -113,6 +115,7 @@ class Clipping:
             check.check(owner, record)
             if record.found_inf:  # as they were found; the others are clipped and step
                 continue
+            check.note_norm(owner)
             if record.deferred and stepper_of(owner).keeps_scaled:
                 factors = torch.stack(record.deferred.factors(mine)).tolist()
                 for grad, factor in zip(gradients_of(mine), factors, strict=True):
@@ -133,7 +136,7 @@ class Clipping:
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
     ) -> None:
         """Record the norm of a clip made elsewhere. Communicates for a DTensor, if it is wanted."""
-        if any(observer.wants_norms for observer in self._check.observers):
+        if self._check.wants_norm or any(each.wants_norms for each in self._check.observers):
             self._note(GradNorm(parameters, whole(norm), None, float(max_norm), None, norm_type))
 
     def _note(self, norm: GradNorm) -> None:
@@ -142,11 +145,8 @@ class Clipping:
     def _clip_unscaled(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, parts: Parts = ()
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it.
-
-        Args:
-            parts: of nothing that is scaled. A finite norm is their check, too.
-        """
+        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it. A
+        finite norm is the check of ``parts``, too."""
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import islice
-from math import isinf
+from math import isfinite, isinf
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ class OverflowCheck:
     ) -> None:
         self.scaler, self.device, self.observers = scaler, device, observers
         self.checks = skip_nonfinite or scaler.is_enabled()
+        self.wants_norm = False  # by which a spike is told
 
     @property
     def wants_each_norm(self) -> bool:
@@ -150,7 +151,6 @@ class OverflowCheck:
             )
         return record
 
-    def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
     def _next_window(self, last: Window) -> Window:
         """What is known of optimizers that have not stepped in the ``last`` one is the next's."""
         left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
@@ -161,6 +161,7 @@ class OverflowCheck:
         window.grad_norms = norms
         return window
 
+    def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
 
         Synchronises with the device, and with other ranks where they hold other gradients.
@@ -289,9 +290,8 @@ class OverflowCheck:
         record.verdict = agree_on_overflow(found or lost, self.device, self.is_sharded(optimizer))
 
     def norm(self, optimizer: Optimizer) -> float:
-        """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
-        clip or a check that took all of them, else taken here. Synchronises with the device, and
-        with other ranks where they hold other gradients."""
+        """The unscaled 2-norm of its gradients in this window: that of the first clip or check that
+        took all of them, else taken here. Synchronises with device and ranks."""
         window, record = self.scaler.window, self.scaler.record_of(optimizer)
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         known = window.grad_norms.of(params)
@@ -301,6 +301,14 @@ class OverflowCheck:
         if self.scaler.sharded and not is_sharded(params):
             norm = add_norms(norm.to(self.device))
         return float(norm) / (self.scaler.window_scale if record.deferred else 1.0)
+
+    def note_norm(self, optimizer: Optimizer, norm_type: float = 0.0, taken: int = 0) -> None:
+        """Before a clip: what tells a spike, if the clip of ``taken`` gradients does not."""
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        if self.wants_norm and not (norm_type == 2.0 and taken >= len(params)):
+            norm = self.norm(optimizer)
+            if isfinite(norm) or not self.checks:
+                self.scaler.window.grad_norms.add(GradNorm(params, norm))
 
     def forget(self, optimizer: Optimizer) -> None:
         """More is about to be added to its gradients, which nothing scales: the check has to look

@@ -28,7 +28,7 @@ NEEDED = {
 """Names in a parameter's state that a preview is made of; for the other optimizers ``exp_avg``."""
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = (HALF, BRAIN)
-NORMS, FIRST = 5, 3
+NORMS, FIRST = 4, 2
 """Norms in the median that tells a spike, and how many there must be; the package has more."""
 DTYPES = {
     "float32": (FULL, FULL, FULL),

@@ -97,6 +97,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a spike before an overflow": {"limit": 0.5, "hysteresis": 2},
     "trained in stock after a spike": {**UNSCALED, "limit": 0.5, "stock": True},
     "clipped and given up": UNSCALED,
+    "saved with masters, some never stepped, loaded in place": {
+        **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"},
+    },
     "clipped in parts, for masters": UNSCALED,
     "the same gradients stepped twice": {**UNSCALED, "fold": True},
     "one optimizer sits out before a backward by hand, clipped": {**UNSCALED, "two": True},
@@ -158,6 +161,9 @@ SHOWN: dict[str, list[Call]] = {
     "state replaced after the first update": [
         *(BACKWARD, STEP, ("replace_state", {}), BACKWARD, STEP, BACKWARD),
     ],
+    "saved with masters, some never stepped, loaded in place": [
+        *(SOME, STEP, ("save", {}), ("reopen", {"mode": "sync"}), BACK, BACKWARD, STEP, STATES),
+    ],
     "a spike that was clipped": [BACKWARD, ("clip_value", {"limit": 2.0**-5}), STEP, STATES],
     "a spike before an overflow": [BACKWARD, STEP, OVERFLOW, STEP],
     "trained in stock after a spike": [
@@ -215,7 +221,8 @@ def test_asynchronous_histories_that_have_shown_a_fault(
         for offload in ("none", "cpu"):
             for dtype in ("float32", "float16"):
                 given: Any = {"mode": mode, "offload": offload, "attached": attached}
-                setup = possible(Setup(**given, dtype=dtype, **SETTINGS.get(name, {})))
+                given |= {"dtype": dtype, **SETTINGS.get(name, {})}
+                setup = possible(Setup(**given))
                 play(setup, SHOWN[name])
                 if mode == "delayed":
                     play(replace(setup, compensation="preview"), SHOWN[name])

@@ -23,6 +23,7 @@ from ..scaling import (
     NormCheck,
     OptimizerRecord,
     Snapshot,
+    Window,
     add_norms,
     agree_on_overflow,
     check_norms,
@@ -129,7 +130,8 @@ class OverflowCheck:
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
-                window = self.scaler.open_window()
+                window = self._next_window(window)
+                stepper_of(optimizer).wait_for_gradients()
             elif known and (
                 known.count not in (None, count)
                 or (known.looked_at is not None and known.looked_at.is_changed())
@@ -154,6 +156,16 @@ class OverflowCheck:
                 "parameters before that, or after the step; zero the gradients to go on."
             )
         return record
+
+    def _next_window(self, last: Window) -> Window:
+        """What is known of optimizers that have not stepped in the ``last`` one is the next's."""
+        left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
+        norms, stepped_ones = last.grad_norms, [o for o in self.scaler.managed if id(o) not in left]
+        norms.forget(p for optimizer in stepped_ones for p in parameters_of(optimizer))
+        window = self.scaler.open_window()
+        window.states.update(left)
+        window.grad_norms = norms
+        return window
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
@@ -198,7 +210,7 @@ class OverflowCheck:
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads = gradients_of(params)
         if is_uniform(grads, LOW_PRECISION | {torch.float32}):
-            norms = check_norms(grads, self._inv_scale(grads[0].device), self.wants_each_norm)
+            norms = check_norms(grads, self.inv_scale(grads[0].device), self.wants_each_norm)
         else:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
@@ -231,14 +243,14 @@ class OverflowCheck:
         self.note(optimizer, record, params, norms)
         if not self.scaler.is_enabled():
             return True
-        inv_scale = self._inv_scale(gradients_of(params)[0].device)
+        inv_scale = self.inv_scale(gradients_of(params)[0].device)
         if self.divides(stepper):
             record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
         else:
             record.deferred = DeferredUnscale(multiply=inv_scale)
         return True
 
-    def _inv_scale(self, device: torch.device) -> Tensor:
+    def inv_scale(self, device: torch.device) -> Tensor:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
@@ -256,7 +268,7 @@ class OverflowCheck:
         mine = (p for owner in owners for p in parameters_of(owner))
         if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
-        inv_scale = self._inv_scale(grads[0].device)
+        inv_scale = self.inv_scale(grads[0].device)
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
 
     def note(

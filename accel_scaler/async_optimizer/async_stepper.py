@@ -782,15 +782,16 @@ class AsyncStepper(Stepper):
     def begin_forward(self) -> None:
         """A training forward begins."""
         self.lift_fence()
-        if self.streams.copies_beside and is_capturing():
-            return  # a graph reads what is there when it is replayed, and nothing may wait here
         self._prepare()
 
     def _prepare(self) -> None:
-        """Prepare the previews of the next boundary; does nothing on other threads."""
+        """Prepare the previews of the next boundary; does nothing on other threads, nor in a
+        capture: a graph reads what is there when it is replayed, and nothing may wait here."""
         is_captured = self.streams.copies_beside and is_capturing()
         if self.delayed is not None and self.is_trained_here and not is_captured:
             with self.lock:
+                if self._inflight is None:  # entries of the state may be others by now
+                    self.replica.share_state(())
                 self.delayed.prepare(self.steps)
 
     def _finish_preparation(self) -> None:

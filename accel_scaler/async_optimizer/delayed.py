@@ -65,7 +65,7 @@ class DelayedUpdates:
     def prepare(self, steps: int) -> None:
         """Prepare previews for the next boundary with the settings as they are now, once."""
         previews, streams = self.previews, self._streams
-        if previews is None or not self.is_stale(steps) or not self._replica.is_shared:
+        if previews is None or not self.is_stale(steps) or not self._replica.has_settings:
             return
         prepared = previews.begin()
         if prepared is None:

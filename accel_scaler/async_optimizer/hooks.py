@@ -153,9 +153,8 @@ class SyncHooks:
         if stepper is None:
             return state_dict
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
-        packed = zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
         state: dict[Any, Any] = dict(state_dict["state"])
-        for saved, group in packed:
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
             for index, p in zip(saved["params"], group["params"], strict=True):
                 pair, entry = pairs.get(id(p)), state.get(index)
                 if pair is None:
@@ -163,8 +162,10 @@ class SyncHooks:
                 if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
                     own = without_master(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
-                if pair.is_rounded and (stepper.steps or stepper.replica.has_loaded):
-                    entry = {**(entry or {}), MASTER: _export(pair, pair.stepped.data)}
+                # Torch's optimizers want all of their state in an entry that is not empty.
+                master = pair.stepped.data
+                if pair.is_rounded and (entry or not torch.equal(master, pair.target.to(master))):
+                    entry = {**(entry or {}), MASTER: _export(pair, master)}
                 if entry is None or is_empty(entry):
                     state.pop(index, None)  # made for sharing, never filled
                 else:
@@ -180,9 +181,8 @@ class SyncHooks:
         stepper.begin_loading(state_dict)
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
-        if stepper.replica.masters.every or stepper.keeps_scaled:
-            return {**state_dict, "state": {}}
-        return state_dict
+        is_ours = stepper.replica.masters.every or stepper.keeps_scaled
+        return {**state_dict, "state": {}} if is_ours else state_dict
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         stepper, loaded, self._loading = self._stepper(), self._loading, None

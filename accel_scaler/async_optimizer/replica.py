@@ -285,9 +285,9 @@ class Replica:
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
     @property
-    def is_shared(self) -> bool:
-        """The copy has the optimizer's state and settings, as of the last :meth:`prepare`."""
-        return self._state is not None
+    def has_settings(self) -> bool:
+        """The copy has hyperparameters, as of the last :meth:`prepare`."""
+        return self.copy is not None and any(len(group) > 1 for group in self.copy.param_groups)
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
@@ -297,23 +297,19 @@ class Replica:
         """
         refuse_replaced(self.optimizer)
         self.thread_context = ThreadContext()
-        self._share_state(grads)
+        self.share_state(grads)
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
             for key in own.keys() - group.keys():
                 del own[key]
             own.update({k: frozen(v) for k, v in group.items() if k != "params"})
 
-    def _share_state(self, grads: Sequence[Tensor | None]) -> None:
+    def share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
         state = self.optimizer.state
-        is_shared = (
-            self.is_shared
-            and state is self._state
-            and _are_same(list(state.values()), self._entries)
-        )
+        is_shared = state is self._state and _are_same(list(state.values()), self._entries)
         if not is_shared or not self._has_all_state:
-            for p, grad in zip(self.params, grads, strict=True):
+            for p, grad in zip(self.params, grads, strict=False):
                 if grad is not None and p not in state:
                     state[p] = {}
                     is_shared = False

@@ -75,7 +75,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 hooks.close()
         finally:
             stepper_of(self).fold_unscale = False
-            self.scaler = attachment.stock_scaler
+            self.scaler, self._is_overflow = attachment.stock_scaler, False  # for ever, without one
             _change_class(self, AcceleratedOptimizer)
 
     def _give_way(self) -> None:

@@ -36,7 +36,7 @@ from .clipping import Clipping
 from .observer import Observer
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
-from .stepper import Stepper, stepper_of
+from .stepper import Stepper, async_stepper_of, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -78,6 +78,7 @@ class Boundary:
         self.observers = [each for each in observers if each is not None]
         self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
         self.spikes = SpikeRule(skip_norm_above)
+        self.check.wants_norm = skip_norm_above is not None
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
         self._idle = weakref.WeakKeyDictionary()
@@ -161,6 +162,8 @@ class Boundary:
         scaler.manage(optimizer, stepper)
         if not self._has_gradients(optimizer):
             self._count_idle(optimizer, scaler.window)
+            if not scaler.is_enabled() and async_stepper_of(optimizer) is None:
+                stepper.step()  # stock's step: it may need no gradients, and has hooks
             return True
         if scaler.is_enabled() and scaler.window.opened_by is None:
             self._step_without_window(optimizer)
@@ -169,18 +172,15 @@ class Boundary:
         record = self.check.check(optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
-        elif self.spikes.is_set and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):
+        elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):
             record.is_spike, scaler.skips.origin = True, "The gradient norm is a spike"
         elif record.deferred and not self._is_left_to(stepper):
             self.check.unscale(optimizer, record)
         elif record.deferred and len(scaler.managed) > 1:
             # Its step unscales these in place, so another optimizer that has them must not.
             kept = LOW_PRECISION if stepper.keeps_scaled else frozenset()
-            scaler.window.unscaled.update(
-                id(p)
-                for p in parameters_of(optimizer)
-                if p.grad is not None and p.grad.dtype not in kept
-            )
+            grads = [(id(p), p.grad) for p in parameters_of(optimizer)]
+            scaler.window.unscaled |= {i for i, g in grads if g is not None and g.dtype not in kept}
         stepper.wait()
         self._close(optimizer, scaler.window, record, stepper)
         try:

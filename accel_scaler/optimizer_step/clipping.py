@@ -73,17 +73,25 @@ class Clipping:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
         parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        is_whole = norm_type == 2.0 and self._are_whole(parts, parameters)
+        for owner, _, record in parts if check.wants_norm and not is_whole else ():
+            check.check(owner, record)  # this clip does not take the norm of all
         if not (is_scaled or check.checks):
             return self._clip_unscaled(parameters, max_norm, norm_type)
-        if norm_type == 2.0 and self._are_whole(parts, parameters):
+        if is_whole:
             norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
         if not (is_scaled or sharded or is_later):
-            return self._clip_unscaled(parameters, max_norm, norm_type, parts)
-        for owner, _, record in parts:
+            total = self._clip_unscaled(parameters, max_norm, norm_type, parts)
+            for owner, mine, record in parts:
+                check.give_back(owner, record, mine)
+            return total
+        for owner, mine, record in parts:
             check.check(owner, record)
+            if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
+                record.deferred = DeferredUnscale(multiply=check.inv_scale(mine[0].device))
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
@@ -140,11 +148,8 @@ class Clipping:
     def _clip_unscaled(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, parts: Parts = ()
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it.
-
-        Args:
-            parts: of nothing that is scaled. A finite norm is their check, too.
-        """
+        """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it. A
+        finite norm is the check of ``parts``, too."""
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
@@ -155,7 +160,7 @@ class Clipping:
         is_fine = bool(torch.isfinite(total)) if parts else True
         for owner, _, record in () if is_fine else parts:
             self._check.check(owner, record)
-        if any(record.found_inf for _, _, record in parts):
+        if not is_fine and any(record.found_inf for _, _, record in parts):
             for _, _, record in parts:
                 record.verdict = True
             return torch.full((), inf, dtype=torch.float32, device=self.device)
@@ -225,16 +230,15 @@ class Clipping:
         coefficient = clip_coefficient(norms.total, max_norm)
         product = coefficient / scale
         for owner, _, record in parts:
-            stepper = stepper_of(owner)
+            stepper, params = stepper_of(owner), parameters_of(owner)
             if stepper.keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
             elif check.divides(stepper, returned=True):
                 record.deferred = DeferredUnscale(divide=scale / coefficient)
             else:
-                params = parameters_of(owner)
                 torch._foreach_mul_(gradients_of(params), product)
                 window.unscaled.update(map(id, params))
-            check.give_back(owner, record)
+            check.give_back(owner, record, () if record.deferred else params)
         return norms.total
 
 

@@ -23,6 +23,7 @@ from ..scaling import (
     NormCheck,
     OptimizerRecord,
     Snapshot,
+    Window,
     add_norms,
     agree_on_overflow,
     check_norms,
@@ -52,6 +53,9 @@ class OverflowCheck:
         observers: may want each norm.
         skip_nonfinite: False: gradients that are not scaled are not checked.
     """
+
+    wants_norm = False
+    """Each check takes the norm of all, before a clip changes some."""
 
     def __init__(
         self,
@@ -122,11 +126,17 @@ class OverflowCheck:
             OrderError: no loss was scaled; it has stepped; scaled gradients were added to
                 unscaled ones.
         """
-        window = self.scaler.window
+        window, count = self.scaler.window, sum(len(g["params"]) for g in optimizer.param_groups)
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
-                window = self.scaler.open_window()
+                window = self._next_window(window)
+                stepper_of(optimizer).wait_for_gradients()
+            elif known and (
+                known.count not in (None, count)
+                or (known.looked_at is not None and known.looked_at.is_changed())
+            ):
+                self.forget(optimizer)
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step or "
@@ -139,7 +149,6 @@ class OverflowCheck:
                 "optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
         record.forbid_mixture(type(optimizer).__name__, some)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
             raise OrderError(
                 f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
@@ -147,6 +156,16 @@ class OverflowCheck:
                 "parameters before that, or after the step; zero the gradients to go on."
             )
         return record
+
+    def _next_window(self, last: Window) -> Window:
+        """What is known of optimizers that have not stepped in the ``last`` one is the next's."""
+        left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
+        norms, stepped_ones = last.grad_norms, [o for o in self.scaler.managed if id(o) not in left]
+        norms.forget(p for optimizer in stepped_ones for p in parameters_of(optimizer))
+        window = self.scaler.open_window()
+        window.states.update(left)
+        window.grad_norms = norms
+        return window
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
@@ -161,6 +180,8 @@ class OverflowCheck:
             self._look(optimizer, record)
         if record.verdict is None:
             self._agree(optimizer, record, record.found_inf)
+        if self.wants_norm and not record.found_inf:
+            self.norm(optimizer)
         return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
@@ -189,7 +210,7 @@ class OverflowCheck:
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads = gradients_of(params)
         if is_uniform(grads, LOW_PRECISION | {torch.float32}):
-            norms = check_norms(grads, self._inv_scale(grads[0].device), self.wants_each_norm)
+            norms = check_norms(grads, self.inv_scale(grads[0].device), self.wants_each_norm)
         else:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
@@ -222,14 +243,14 @@ class OverflowCheck:
         self.note(optimizer, record, params, norms)
         if not self.scaler.is_enabled():
             return True
-        inv_scale = self._inv_scale(gradients_of(params)[0].device)
+        inv_scale = self.inv_scale(gradients_of(params)[0].device)
         if self.divides(stepper):
             record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
         else:
             record.deferred = DeferredUnscale(multiply=inv_scale)
         return True
 
-    def _inv_scale(self, device: torch.device) -> Tensor:
+    def inv_scale(self, device: torch.device) -> Tensor:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
@@ -247,7 +268,7 @@ class OverflowCheck:
         mine = (p for owner in owners for p in parameters_of(owner))
         if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
-        inv_scale = self._inv_scale(grads[0].device)
+        inv_scale = self.inv_scale(grads[0].device)
         return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
 
     def note(
@@ -268,6 +289,8 @@ class OverflowCheck:
         }
         record.overflowed = [params[i] for i in norms.overflowed]
         self._agree(optimizer, record, found)
+        if not self.scaler.is_enabled() and (record.verdict or not self.scaler.window.losses):
+            record.looked_at = Snapshot(parameters_of(optimizer))
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
         if not self.checks:
@@ -280,21 +303,24 @@ class OverflowCheck:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
         clip or a check that took all of them, else taken here. Synchronises with the device, and
         with other ranks where they hold other gradients."""
-        window, record = self.scaler.window, self.scaler.record_of(optimizer)
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        known = window.grad_norms.of(params)
-        if known is not None:
-            return known
-        norm = whole(total_norm(params, 2.0)) if params else torch.zeros((), device=self.device)
-        if self.scaler.sharded and not is_sharded(params):
-            norm = add_norms(norm.to(self.device))
-        return float(norm) / (self.scaler.window_scale if record.deferred else 1.0)
+        record = self.scaler.record_of(optimizer)
+        if record.norm is None:
+            params = [p for p in parameters_of(optimizer) if p.grad is not None]
+            norm = self.scaler.window.grad_norms.of(params) if params else 0.0
+            if norm is None:
+                scale = self.scaler.window_scale if record.deferred else 1.0
+                norm = float(whole(total_norm(params, 2.0))) / scale
+            if self.scaler.sharded and not is_sharded(params):
+                norm = add_norms(norm, self.device)
+            record.norm = norm
+        return record.norm
 
     def forget(self, optimizer: Optimizer) -> None:
-        """More is about to be added to its gradients, which nothing scales: the check has to look
-        again. Where a clip has left some of its work to the step, that will refuse."""
+        """More is about to be added to its gradients, which nothing scales: they are checked again.
+        Where a clip has left some of its work to the step, that refuses unless they are gone."""
         record = self.scaler.window.known(optimizer)
-        if record is not None and record.returned is None:
+        params = parameters_of(optimizer)
+        if record is not None and (record.returned is None or Snapshot(params).is_zero):
             self.scaler.window.forget(optimizer)
 
     def pass_whole(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -358,5 +384,6 @@ class OverflowCheck:
             record.returned.renew(written)
         elif record.deferred:
             record.returned = Snapshot(parameters_of(optimizer))
-        if record.unscaled_before is not None:
-            record.unscaled_before.renew(written)
+        for kept in (record.unscaled_before, record.looked_at):
+            if kept is not None:
+                kept.renew(written)

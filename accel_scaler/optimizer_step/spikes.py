@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from math import inf
+from math import inf, isfinite
 from statistics import median
 
 from torch.optim import Optimizer
@@ -30,15 +30,14 @@ class SpikeRule:
     def __init__(self, limit: float | str | None = None) -> None:
         self._factor = float(limit[:-1]) if isinstance(limit, str) else None
         self._absolute = inf if limit is None or isinstance(limit, str) else limit
-        self.is_set = limit is not None
         self._norms: weakref.WeakKeyDictionary[Optimizer, deque[float]]
         self._norms = weakref.WeakKeyDictionary()
 
     def is_spike(self, optimizer: Optimizer, norm: float) -> bool:
-        """Whether this finite norm of a window is one; it is remembered."""
+        """Whether this norm of a window is one; it is remembered if it is finite and not 0."""
         if self._factor is None:
             return norm > self._absolute
         norms = self._norms.setdefault(optimizer, deque(maxlen=NORMS))
         limit = self._factor * median(norms) if len(norms) >= FIRST else inf
-        norms.append(norm)
+        norms += [norm] if norm and isfinite(norm) else []
         return norm > limit

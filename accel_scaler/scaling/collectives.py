@@ -52,15 +52,13 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     return bool(flag)
 
 
-def add_norms(norm: Tensor) -> Tensor:
-    """The 2-norm of what all ranks hold, from that of this rank's part, float32, shape ().
-
-    Communicates.
-    """
-    square = norm.double() ** 2
+def add_norms(norm: float, device: torch.device) -> float:
+    """The 2-norm of what all ranks hold, from that of this rank's part. Communicates on
+    ``device``."""
+    square = torch.full((), norm, dtype=torch.float64, device=device) ** 2
     if dist.is_initialized():
         dist.all_reduce(square)
-    return square.sqrt().float()
+    return float(square.sqrt())
 
 
 def gather_objects(value: T, device: torch.device) -> list[T]:

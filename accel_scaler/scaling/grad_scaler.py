@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
                 max_consecutive_skips=max_consecutive_skips,
             )
         self._min_scale, self._max_scale, self._hysteresis = min_scale, max_scale, hysteresis
-        self._consecutive_skips = 0
+        self._consecutive_skips = self._spikes = 0
         self._was_loaded = False
         self.skips = SkipStreak(max_consecutive_skips)
         self.parameter_names = ParameterNames()
@@ -490,18 +490,18 @@ class GradScaler(torch.amp.GradScaler):
         """Scale and counters on the host, any thread. Synchronises if the device has newer ones."""
         with self._lock:
             if not self._enabled:
-                return ScaleState(1.0, 0, self._consecutive_skips)
+                return ScaleState(1.0, 0, self._consecutive_skips, self._spikes)
             live, tracker = self._live, self._growth_tracker
             if live is None or tracker is None:
                 numbers = self._init_scale, self._init_growth_tracker
             else:
                 numbers = self._mirror.read(live, tracker)
-            return ScaleState(*numbers, self._consecutive_skips)
+            return ScaleState(*numbers, self._consecutive_skips, self._spikes)
 
     def write_state(self, state: ScaleState) -> None:
         """Set scale and counters. Does not synchronise."""
         with self._lock:
-            self._consecutive_skips = state.consecutive_skips
+            self._consecutive_skips, self._spikes = state.consecutive_skips, state.spikes
             if not self._enabled:
                 return
             live, tracker = self._live, self._growth_tracker
@@ -602,18 +602,19 @@ class GradScaler(torch.amp.GradScaler):
             state = rule.advance(self.read_state(), True)
             skips = self._consecutive_skips + int(skipped)
             self.window.scale = scale.clone()
-            self.write_state(ScaleState(state.scale, 0, skips))
+            self.write_state(replace(state, growth_tracker=0, consecutive_skips=skips))
             self._next_window()
             self.check_skips()
 
     def _note_skip(self, optimizer: Optimizer) -> None:
-        if self.skips.wants_names(self._consecutive_skips):
+        if self.skips.wants_names(self._consecutive_skips + self._spikes):
             params = filter(has_nonfinite_gradient, parameters_of(optimizer))
             self.skips.names.update(self.parameter_names.of(params, optimizer))
 
     def check_skips(self) -> None:
         """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
-        self.skips.check(self._consecutive_skips, self.get_scale if self._enabled else None)
+        skips = self._consecutive_skips + self._spikes
+        self.skips.check(skips, self.get_scale if self._enabled else None)
 
     # Windows, as a boundary opens and closes them for the optimizers that it steps.
 
@@ -651,11 +652,14 @@ class GradScaler(torch.amp.GradScaler):
             # The verdicts of others too, which may have been unscaled or stepped by hand.
             window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
             window.is_spike |= is_spike
-            if self._enabled and (window.found_inf or not window.is_spike):
-                self.write_state(self.rule.advance(window.before, window.found_inf))
+            before = window.before
+            if window.is_spike and not window.found_inf:
+                self.write_state(replace(before, spikes=before.spikes + 1))
+            elif self._enabled:
+                self.write_state(self.rule.advance(before, window.found_inf))
             else:
-                skips = window.before.consecutive_skips + 1 if window.is_skipped else 0
-                self.write_state(replace(window.before, consecutive_skips=skips))
+                skips = before.consecutive_skips + 1 if window.found_inf else 0
+                self.write_state(ScaleState(1.0, 0, skips, before.spikes if skips else 0))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""

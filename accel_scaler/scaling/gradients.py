@@ -187,7 +187,7 @@ def find_nonfinite(grads: Sequence[Tensor]) -> Iterator[int]:
     """Indices of the gradients, of any kind, with inf or NaN among the elements that this rank
     holds. Reads every element; synchronises once for each device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    held = [grad.coalesce().values() if grad.is_sparse else grad for grad in map(local, grads)]
+    held = list(map(_values, grads))
     for i, grad in enumerate(held):
         if grad.numel():
             kinds.setdefault((grad.device, grad.dtype), []).append(i)
@@ -261,7 +261,7 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
 def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
     """The norm of all gradient elements together, shape (); of low precision in float32. A DTensor
     where they are."""
-    grads = gradients_of(parameters)
+    grads = [_values(g) if g.is_sparse else g for g in gradients_of(parameters)]
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
         total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
         return total

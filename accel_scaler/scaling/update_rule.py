@@ -16,7 +16,9 @@ class ScaleState:
     growth_tracker: int
     """Windows in a row without overflow since the last growth or overflow."""
     consecutive_skips: int = 0
-    """Windows in a row that overflowed."""
+    """Windows in a row that overflowed, whatever spikes were between them."""
+    spikes: int = 0
+    """Windows among the skipped ones since the last step that were skipped for their norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Rule:
             scale = state.scale
             if skips >= self.hysteresis:
                 scale = self.clamp(scale * self.backoff_factor)
-            return ScaleState(scale, 0, skips)
+            return ScaleState(scale, 0, skips, state.spikes)
         tracker = state.growth_tracker + 1
         if tracker != self.growth_interval:
             return ScaleState(self.clamp(state.scale), tracker)

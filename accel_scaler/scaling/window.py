@@ -145,8 +145,12 @@ class OptimizerRecord(dict[str, Any]):
         """Gradients as they were when the caller got them back with something deferred."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were unscaled when another loss was scaled."""
+        self.looked_at: Snapshot | None = None
+        """Gradients that nothing has scaled, as checked: no call may announce a change."""
+        self.norm: float | None = None
+        """The unscaled norm of its gradients on all ranks, before a clip, once it was asked for."""
         self.is_spike = False
-        """The norm of its gradients is above ``skip_norm_above``."""
+        """That norm is above ``skip_norm_above``."""
         self.overflowed: Sequence[Tensor] = ()
         """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
@@ -172,7 +176,7 @@ class OptimizerRecord(dict[str, Any]):
 
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
-        self.returned = self.unscaled_before = None
+        self.returned = self.unscaled_before = self.looked_at = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:

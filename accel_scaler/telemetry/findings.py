@@ -92,6 +92,8 @@ def _cause(run: Diagnosis, before: int) -> str:
     """Where overflows began, and what helps. ``before``: the window before the first of them."""
     if run.first is None or run.first[0] <= before:
         seen = f"Last seen in: {', '.join(run.overflowed)}. " if run.overflowed else ""
+        if run.skips == run.kinds["spike"] > 0:
+            return "Look at the data of these windows, or raise skip_norm_above."
         return f"{seen}Run with find_overflow='replay' to see in which module it begins."
     x, first = run.first
     where, module = f"{run.place(x).capitalize()}: {first['text'].rstrip('.')}.", first["module"]
@@ -175,7 +177,7 @@ def skips(run: Diagnosis) -> Finding:
     parts = ", ".join(f"{count:,} {name}" for name, count in when.items() if count)
     title = f"{counts}, {run.skips:,} skipped ({percent(run.skips, run.windows)}): {parts}."
     if later > MANY_SKIPPED * run.windows:
-        lost = f"{percent(later, run.windows)} of the windows trained nothing"
-        return Finding("warn", title, f"{lost}{', after the search' * run.is_scaled}.")
+        lost = "After the search " * run.is_scaled + percent(later, run.windows)
+        return Finding("warn", title, f"{lost} of the windows trained nothing.")
     is_odd = later > run.kinds["growth"] or run.skips == run.windows or overflow(run)
     return Finding("note" if is_odd else "good", title)

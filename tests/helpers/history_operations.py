@@ -31,8 +31,10 @@ from histories import INF, Call, Kind, drawn
 from history_package import FAULT, Attached, Raw, lazy_worker
 from history_reference import (
     DTYPES,
+    FIRST,
     LAYERS,
     LOW,
+    NORMS,
     OPTIMIZERS,
     PlainTorch,
     Setup,
@@ -47,6 +49,7 @@ from torch.optim.lr_scheduler import MultiplicativeLR
 from accel_scaler import OrderError, StepError
 from accel_scaler.async_optimizer import blocks as blocks_module
 from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.optimizer_step import spikes
 
 WHICH = range(8)
 WHOLE = ("",)
@@ -126,8 +129,7 @@ class Player:
         """Everything that can be read without waiting for an update."""
         self.same("the scale", self.ours.scaler.get_scale(), self.plain.scale)
         if self.device == "cpu":
-            tracker = self.ours.scaler.state_dict()["_growth_tracker"]
-            self.same("the growth tracker", tracker, self.plain.good)
+            self.same("the growth tracker", self.ours.growth_tracker, self.plain.good)
         for mine, other in zip(self.ours.optimizers, self.plain.optimizers, strict=True):
             rates = [[group["lr"] for group in each.param_groups] for each in (mine, other)]
             self.same("lr", *rates)
@@ -148,7 +150,8 @@ class Player:
         for record, window in zip(records[-1:], expected[-1:], strict=True):
             self.seen["growth"] += window.next_scale > window.scale
             norm = None if window.norm is None else record.grad_norm
-            found = Window(record.scale, record.next_scale, record.skipped, list(record.lr), norm)
+            scales, lr = (record.scale, record.next_scale), list(record.lr)
+            found = Window(*scales, record.skipped, lr, norm, record.spike)
             assert found == window, f"a record: got {found}, expected {window}"
 
     @property
@@ -157,7 +160,8 @@ class Player:
 
     @property
     def low(self) -> bool:
-        return not set(LOW).isdisjoint(self.setup.dtypes)
+        """Some gradients stay as they are, for float32 masters."""
+        return not (set(LOW).isdisjoint(self.setup.dtypes) or self.setup.in_place)
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -182,6 +186,7 @@ class Player:
     def start_over(self) -> None:
         """From here on this thread trains, other optimizer wrappers, other records."""
         self.plain.steps = [0 for _ in self.numbers]
+        self.plain.usual, self.plain.joined = [[] for _ in self.numbers], set()
         self.first_window = len(self.plain.windows)
         self.trainers = [threading.current_thread() for _ in self.numbers]
         self.schedule()
@@ -208,9 +213,12 @@ class Player:
             self.synchronized()
 
     def losses(self, used: Sequence[str]) -> tuple[Tensor, Tensor]:
-        with torch.autocast(torch.device(self.device).type, torch.float16, enabled=self.attached):
+        """The same autocast for both; an attached one has its own within."""
+        dtype = torch.float16 if self.setup.scaled else torch.bfloat16
+        enabled = self.attached and self.setup.precision != "no"
+        with torch.autocast(torch.device(self.device).type, dtype, enabled=enabled):
             mine = self.ours.net.loss(self.count, used)
-        with torch.autocast("cpu", torch.float16, enabled=self.attached):
+        with torch.autocast("cpu", dtype, enabled=enabled):
             other = self.plain.net.loss(self.count, used)
         self.same("the loss", mine, other)
         return mine, other
@@ -251,7 +259,7 @@ class Player:
             if not other.requires_grad:
                 return False
             self.ours.backward(mine * (INF if bad else 1.0), plain)
-            self.plain.backward(other * (INF if bad else 1.0))
+            self.plain.backward(other * (INF if bad else 1.0), self.attached and not plain)
             return True
 
         ran = in_thread(run) if aside else run()
@@ -262,12 +270,15 @@ class Player:
 
     @operation(limit=(0.125, 0.01))
     def off_boundary(self, limit: float) -> Any:
-        """Accelerate accumulates: clip, step and zero_grad do nothing yet."""
+        """Accelerate accumulates: clip, step and zero_grad do nothing yet; where nothing is scaled
+        a clip clips, as stock's."""
         if not self.attached or not self.is_open or self.clips:
             return False
         accelerator, net = self.ours.accelerator, self.plain.net
         grads = {p: g for n in self.numbers for p, g in self.plain.unscaled(n).items()}
         total = torch.nn.utils.get_total_norm([grads[p] for p in net.parameters() if p in grads])
+        if not self.setup.scaled:
+            total = torch.nn.utils.clip_grad_norm_(net.parameters(), limit)
         accelerator.sync_gradients = False
         try:
             norm = accelerator.clip_grad_norm_(self.ours.net.parameters(), limit)
@@ -302,7 +313,7 @@ class Player:
             if all(p.grad is None for p in self.plain.owned[number]):
                 continue
             self.ours.unscale(number, how)
-            self.plain.unscale(number)
+            self.plain.unscale(number, self.attached and how == "accelerator")
         for p, q in self.pairs:
             if q in self.plain.final and p.grad is not None:
                 expected = self.plain.final[q].nan_to_num(7.0)
@@ -335,7 +346,7 @@ class Player:
                 limit = self.plain.exact_limit(order, kind)
             norm, other = (
                 self.ours.clip_norm(limit, kind, mine),
-                self.plain.clip(order, clip, limit),
+                self.plain.clip(order, clip, limit, kind),
             )
             if self.plain.refuse(order, other):
                 other = torch.tensor(INF)
@@ -357,7 +368,9 @@ class Player:
             return torch.nn.utils.clip_grad_value_(masters, limit)
 
         self.ours.accelerator.clip_grad_value_(self.ours.net.parameters(), limit)
-        self.plain.clip(list(self.plain.net.parameters()), clip)
+        for own in self.plain.owned:
+            if any(p.grad is not None for p in own):
+                self.plain.clip(own, clip)
         self.clips.append("value")
 
     @operation(to_none=(False, True), used=(LAYERS, ("outer",), ("inner", "gain")))
@@ -403,7 +416,7 @@ class Player:
                 if self.plain.opened
                 else any(bool(g.count_nonzero()) for g in grads)
             )
-            if grads and is_illegal:
+            if grads and is_illegal and self.setup.scaled:
                 continue
             FAULT.arm(fails)
             optimizer.step()
@@ -488,7 +501,7 @@ class Player:
             scaler.step(optimizer)
 
         if limit is not None:
-            self.plain.clip(self.plain.owned[0], clip)
+            self.plain.clip(self.plain.owned[0], clip, submitted=True)
         return update
 
     @operation(limit=(None, 0.125, 0.01))
@@ -553,7 +566,7 @@ class Player:
         scaler = self.ours.scaler
         if self.device != "cpu":
             return False
-        found = in_thread(lambda: (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+        found = in_thread(lambda: (scaler.get_scale(), self.ours.growth_tracker))
         self.same("what another thread sees", found, (self.plain.scale, self.plain.good))
 
     @operation()
@@ -578,7 +591,7 @@ class Player:
         ours, setup = self.ours, self.setup
         while not stop.wait(0.0005):
             for p in ours.net.parameters():
-                assert bool(p.detach().isfinite().all())
+                assert bool(p.detach().isfinite().all()) or not setup.checks
             assert ours.scaler.get_scale() > 0
             ours.accelerator.scaler_history.summary()
             try:
@@ -643,6 +656,7 @@ class Player:
         """Give one parameter the memory of another one of its optimizer."""
         alike = [pair for pair in self.pairs if pair[1].shape == self.plain.net.gain.shape]
         (p, q), *others = [pair for pair in alike if pair[1].dtype is self.plain.net.gain.dtype]
+        others = [pair for pair in others if not self.plain.has_master(pair[1])]
         if self.clips or not others or self.plain.has_master(q) or self.device != "cpu":
             return False  # those that share memory have no masters
         mine, other = others[which % len(others)]
@@ -707,8 +721,9 @@ class Player:
                 zip(self.plain.owned[number], self.plain.entries(number), strict=True)
             ):
                 mine = dict(saved["state"].get(index, {}))
-                exact, rounded = self.plain.masters[p].detach(), p.detach().float()
-                self.same(f"master {index}", mine.pop("master", rounded), exact)
+                exact, rounded = self.plain.masters[p].detach().float(), p.detach().float()
+                master = mine.pop("master", rounded)  # in place one that was loaded just stays
+                self.same(f"master {index}", rounded if self.setup.in_place else master, exact)
                 mine, entry = in_float32(mine), in_float32(entry)
                 assert mine.keys() == entry.keys(), (index, mine, entry)
                 for name, value in mine.items():
@@ -750,6 +765,7 @@ class Player:
         if self.saved_folder is not None:
             self.ours.accelerator.load_state(self.saved_folder)
             self.seen["loaded by Accelerate"] += 1
+            self.plain.joined = set()
             return list(states)
         if model_first:
             self.ours.net.load_state_dict(net)
@@ -817,8 +833,7 @@ class Player:
         if self.attached:
             self.zero_grad("none")  # or they would be of before
         self.ours.reopen(possible(changed))
-        plain.forget_masters()
-        plain.setup = possible(changed)
+        plain.forget_masters(possible(changed))
         self.seen[f"to {self.setup.mode}"] += 1
         self.start_over()
         if self.attached:
@@ -835,9 +850,8 @@ class Player:
         recorded = len(plain.windows)
         self.zero_grad("none")
         self.ours.detach()
-        plain.forget_masters()
-        plain.setup = replace(setup, mode="sync", offload="none", compensation="none")
-        self.ours.scaler = self.ours.accelerator.scaler
+        simple = {"mode": "sync", "offload": "none", "compensation": "none"}
+        plain.forget_masters(replace(setup, guards=False, limit=None, **simple))
         (optimizer,) = self.ours.optimizers
         for number in range(steps):
             self.count += 1
@@ -845,7 +859,7 @@ class Player:
             if not other.requires_grad:
                 break
             # Stock steps a fused optimizer at an overflow (fault F1).
-            is_bad = bad and number == 0 and setup.optimizer != "fused adamw"
+            is_bad = bad and number == 0 and setup.scaled and setup.optimizer != "fused adamw"
             factor = INF if is_bad else 1.0
             self.ours.backward(mine * factor, plain=False)
             plain.backward(other * factor)
@@ -876,6 +890,8 @@ class Player:
             self.state_dict()
         self.seen.update(self.plain.events)
         self.seen["attached" if self.attached else "raw"] += 1
+        self.seen[f"precision {self.setup.precision}"] += 1
+        self.seen["bfloat16 in place"] += self.setup.in_place
         for mine, other in self.averages:
             self.same("an average", mine, other)
         for each in self.kept:
@@ -888,8 +904,8 @@ class Player:
         """The telemetry file has the same windows."""
         lines = [] if self.file is None else self.file.read_text().splitlines()
         records = [each for each in map(json.loads, lines) if each["kind"] == "window"]
-        keys = ("scale", "next_scale", "skipped", "lr")
-        found = [[each[key] for key in keys] for each in records]
+        keys = ("scale", "next_scale", "skipped", "lr", "spike")
+        found = [[each.get(key, False) for key in keys] for each in records]
         expected = [[getattr(each, key) for key in keys] for each in self.plain.windows]
         assert self.file is None or found == expected
         self.seen["records in a file"] += len(found)
@@ -935,6 +951,14 @@ def possible(setup: Setup) -> Setup:
         setup = replace(setup, warmup=0)
     if setup.mode == "delayed" or setup.offload == "cpu" or setup.dtype != "float32":
         setup = replace(setup, tied=False)  # those that share memory have no masters
+    if setup.scaled:
+        setup = replace(setup, guards=True, masters="auto")
+    else:
+        setup = replace(setup, hysteresis=1, bounds=(None, None))
+    if not setup.attached:
+        setup = replace(setup, guards=True, limit=None, stock=False)
+    if setup.dtype == "all":  # no plain loop steps one in place beside another one's master
+        setup = replace(setup, masters="fp32")
     if setup.mode != "delayed":
         return replace(setup, compensation="none")
     if setup.optimizer == "rmsprop" and setup.compensation == "preview":  # there is none
@@ -946,12 +970,14 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
     """Some windows, each with an end, and operations within and after them."""
     attached = r.random() < 0.5
     stock = attached and r.random() < 0.25 and not on_device
+    precision = r.choice(("fp16", "fp16", "bf16", "no"))
+    dtypes = [*sorted(DTYPES), *["bfloat16"] * 3 * (precision != "fp16")]
     setup = Setup(
         mode=r.choice(MODES),
         offload=r.choice(("none", "cpu")),
         attached=attached,
         optimizer=r.choice(sorted(OPTIMIZERS)),
-        dtype="float32" if stock else r.choice(sorted(DTYPES)),
+        dtype="float32" if stock else r.choice(dtypes),
         warmup=r.choice((0, 0, 3)),
         compensation=r.choice(COMPENSATIONS),
         # On a device torch goes through the list of both once for each operation, which rounds
@@ -969,6 +995,11 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         bounds=(None, None) if stock or r.random() < 0.75 else (512.0, 2048.0),
         stock=stock,
         telemetry=attached and r.random() < 0.3,
+        precision=precision,
+        guards=r.random() < 0.75,
+        limit=r.choice((None, None, 0.5, "1.25x", "1.25x")),
+        # On a device torch's optimizers round bfloat16 in other places.
+        masters="fp32" if on_device else r.choice(("auto", "auto", "fp32")),
     )
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
@@ -983,7 +1014,11 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         calls.append(drawn(r, r.choice(BOUNDARIES), CHOICES))
         for _ in range(r.choice((0, 1, 1, 2))):
             calls.append(drawn(r, r.choice(AFTERS), CHOICES))
-    return possible(setup), calls
+    setup = possible(setup)
+    if not setup.checks:  # what has become NaN stays so, and shows nothing more
+        for _, arguments in calls[: len(calls) // 2]:
+            arguments.update({"bad": False} if "bad" in arguments else {})
+    return setup, calls
 
 
 def play(
@@ -1003,6 +1038,8 @@ def play(
             patch.setattr(blocks_module, "HOST_BLOCK", 16)
         else:
             patch.setattr(replica_module, "SMALLEST_PART", 1 << 19)
+        patch.setattr(spikes, "NORMS", NORMS)
+        patch.setattr(spikes, "FIRST", FIRST)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         thread = Thread(device == "cpu" and any(name == "change_thread" for name, _ in calls))
         stack.callback(thread.end)
@@ -1011,6 +1048,8 @@ def play(
         try:
             for name, arguments in calls:
                 if name == "change_thread" and (player.attached or player.between):
+                    if player.stop_reading is not None:  # it may publish where nobody trains
+                        player.stop_reading()
                     thread.change()
                 elif name != "change_thread":
                     thread.run(partial(player.call, name, arguments))

@@ -86,12 +86,15 @@ class Raw:
             "delay_warmup_steps": setup.warmup,
             "delay_compensation": setup.compensation,
             "fold_unscale": setup.fold,
+            "master_weights": setup.masters,
             "optimizer_threads": 1,
         }
 
     @property
     def scale_rule(self) -> dict[str, Any]:
         low, high = self.setup.bounds
+        if not self.setup.scaled:
+            return {"enabled": False}
         return {
             "init_scale": self.init_scale,
             "growth_interval": GROWTH_INTERVAL,
@@ -104,9 +107,14 @@ class Raw:
         self.scaler: Any = GradScaler(torch.device(self.net.device).type, **self.scale_rule)
         self.wrap()
 
+    @property
+    def growth_tracker(self) -> int:
+        return int(self.scaler.state_dict().get("_growth_tracker", 0))
+
     def wrap(self) -> None:
+        scaler = None if self.setup.precision == "no" else self.scaler
         self.optimizer = AsyncOptimizer(
-            self.inners[0], self.net, scaler=self.scaler, mode=self.setup.mode, **self.settings
+            self.inners[0], self.net, scaler=scaler, mode=self.setup.mode, **self.settings
         )
         self.optimizers: list[Any] = [self.optimizer]
 
@@ -148,11 +156,13 @@ class Attached(Raw):
         on_host = self.net.device == "cpu"
         handler = GradScalerKwargs(init_scale=self.init_scale, growth_interval=GROWTH_INTERVAL)
         self.accelerator: Any = Accelerator(
-            cpu=on_host, mixed_precision="fp16", kwargs_handlers=[handler] * self.setup.stock
+            cpu=on_host,
+            mixed_precision=self.setup.precision,
+            kwargs_handlers=[handler] * self.setup.stock,
         )
-        if not on_host:  # Accelerate makes one for CUDA, which is not there
+        if not on_host and self.setup.scaled:  # Accelerate makes one for CUDA, which is not there
             self.accelerator.scaler = torch.amp.GradScaler(self.accelerator.device.type)
-        elif self.setup.stock:
+        elif self.setup.stock and self.setup.scaled:
             stock_fp16_on_cpu(self.accelerator)
         self.attach()
         self.prepared, *self.optimizers = self.accelerator.prepare(self.net, *self.inners)
@@ -162,10 +172,17 @@ class Attached(Raw):
             step_mode=self.setup.mode,
             find_overflow="replay" if self.setup.finds else "off",
             telemetry=self.telemetry,
+            skip_nonfinite=self.setup.guards,
+            skip_norm_above=self.setup.limit,
             **self.settings,
-            **self.scale_rule,
+            **(self.scale_rule if self.setup.scaled else {}),
         )
-        self.scaler = attach(self.accelerator, config).scaler
+        attach(self.accelerator, config)
+        self.take_scaler()
+
+    def take_scaler(self) -> None:
+        """Where nothing is scaled there is none: one that does nothing."""
+        self.scaler = self.accelerator.scaler or torch.amp.GradScaler(enabled=False)
 
     def backward(self, loss: Tensor, plain: bool) -> None:
         if plain:
@@ -184,12 +201,14 @@ class Attached(Raw):
             self.scaler.unscale_(optimizer.optimizer if how == "inner" else optimizer)
 
     def close(self) -> None:
-        self.accelerator.scaler.abandon_window()
+        if self.setup.scaled:
+            self.scaler.abandon_window()
         detach(self.accelerator)
 
     def detach(self) -> None:
         """Back to stock, whose scaler goes on from this scale."""
         detach(self.accelerator)
+        self.take_scaler()
 
     def reopen(self, setup: Setup) -> None:
         saved = self.scaler.state_dict()

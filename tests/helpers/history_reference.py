@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ NEEDED = {
 """Names in a parameter's state that a preview is made of; for the other optimizers ``exp_avg``."""
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = (HALF, BRAIN)
+NORMS, FIRST = 4, 2
+"""Norms in the median that tells a spike, and how many there must be; the package has more."""
 DTYPES = {
     "float32": (FULL, FULL, FULL),
     "float16": (HALF, HALF, HALF),
@@ -72,6 +75,33 @@ class Setup(Short):
     """Attached to an accelerator that has a scaler of its own."""
     telemetry: bool = False
     """Attached, with a telemetry file."""
+    precision: str = "fp16"
+    """Else nothing is scaled. Raw, ``bf16`` has a disabled scaler, and ``no`` none."""
+    guards: bool = True
+    """Attached: ``skip_nonfinite``."""
+    limit: float | str | None = None
+    """Attached: ``skip_norm_above``."""
+    masters: str = "auto"
+
+    @property
+    def scaled(self) -> bool:
+        return self.precision == "fp16"
+
+    @property
+    def checks(self) -> bool:
+        """A window whose gradients are not finite is skipped; else stepped, as in stock."""
+        return self.scaled or (self.attached and self.guards)
+
+    @property
+    def in_place(self) -> bool:
+        """bfloat16 parameters are stepped as they are."""
+        masters = self.masters == "fp32" or self.mode == "delayed" or self.offload == "cpu"
+        return not (self.scaled or masters or self.dtype != "bfloat16")
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Of what is stepped."""
+        return BRAIN if self.in_place else FULL
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -161,6 +191,7 @@ class Window:
     skipped: bool
     lr: list[float]
     norm: float | None = None
+    spike: bool = False
 
 
 class PlainTorch:
@@ -171,7 +202,7 @@ class PlainTorch:
         groups = setup.groups(self.net)
         self.masters: dict[Tensor, nn.Parameter] = {}
         for p in self.net.parameters():
-            self.masters[p] = nn.Parameter(p.detach().float().clone())
+            self.masters[p] = nn.Parameter(p.detach().to(setup.exact, copy=True))
         if self.net.inner.bias.data_ptr() == self.net.gain.data_ptr():
             self.tie(self.net.gain, self.net.inner.bias)
         self.optimizers = [
@@ -192,12 +223,19 @@ class PlainTorch:
         """Parameters that were trained once: frozen, they keep their masters."""
         for number in range(len(groups)):
             self.refresh(number)
-        self.scale, self.good, self.bad = INIT_SCALE, 0, 0
-        self.opened, self.before, self.found = False, (INIT_SCALE, 0, 0), False
+        self.scale, self.good, self.bad = INIT_SCALE if setup.scaled else 1.0, 0, 0
+        self.opened, self.before = False, (self.scale, 0, 0)
+        self.found = self.spiked = False
         self.windows: list[Window] = []
         self.norm: float | None = None
         """The norm before the first clip, where one call has clipped everything."""
         self.stepped: set[int] = set()
+        self.joined: set[int] = set()
+        """Optimizers in the last record."""
+        self.norms: dict[int, float] = {}
+        """Of the gradients of each optimizer before the first clip."""
+        self.usual: list[list[float]] = [[] for _ in groups]
+        """Norms of earlier windows, by optimizer."""
         self.final: dict[Tensor, Tensor] = {}
         """Gradients that were clipped in this window."""
         self.coefficient: float | None = None
@@ -211,12 +249,26 @@ class PlainTorch:
         return self.setup.mode == "delayed" or self.setup.offload == "cpu"
 
     def has_master(self, p: Tensor) -> bool:
-        return (p.requires_grad or p in self.lasting) and (self.everywhere or p.dtype in LOW)
+        return (p.requires_grad or p in self.lasting) and self.may_have_master(p)
+
+    def may_have_master(self, p: Tensor) -> bool:
+        return self.everywhere or (p.dtype in LOW and not self.setup.in_place)
+
+    def keeps(self, params: Sequence[Tensor]) -> bool:
+        """What a clip of ``params`` does is left to the step: an optimizer of theirs has masters of
+        float16 or bfloat16, or the gradients are scaled. Else ``.grad`` is clipped."""
+        if self.setup.scaled or not self.setup.checks or not self.final.keys().isdisjoint(params):
+            return self.setup.scaled or bool(self.final)
+        some = [p for n in self.owners(params) for p in self.owned[n] if p.dtype in LOW]
+        return any(map(self.has_master, some))
+
+    def owners(self, params: Sequence[Tensor]) -> list[int]:
+        return [n for n, own in enumerate(self.owned) if not set(own).isdisjoint(params)]
 
     def had_master(self, p: Tensor) -> bool:
         """It had one at the last refresh, or has one now."""
         trained = p.requires_grad or self.places[p][0] or p in self.lasting
-        return trained and (self.everywhere or p.dtype in LOW)
+        return trained and self.may_have_master(p)
 
     def tie(self, p: Tensor, q: Tensor) -> None:
         """Give ``q`` and its master the memory of ``p`` and of its master."""
@@ -239,14 +291,20 @@ class PlainTorch:
         auto = "none" if self.setup.optimizer == "rmsprop" else "preview"
         return {"auto": auto}.get(self.setup.compensation, self.setup.compensation)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, is_seen: bool = True) -> None:
+        """``is_seen``: by the package, which else finds out when it steps."""
         if self.stepped or not self.opened:  # the first backward after a step opens a window
             self.carry_over()
-            self.stepped, self.found, self.final, self.norm = set(), False, {}, None
-            self.refused.clear()
-        self.opened = True
+            self.start_window()
+        self.joined = set() if is_seen or self.setup.scaled else self.joined
+        self.opened, self.norms = True, {}
         self.before = (self.scale, self.good, self.bad)
         (loss * self.scale).backward()
+
+    def start_window(self) -> None:
+        self.stepped, self.final, self.norm, self.norms = set(), {}, None, {}
+        self.found = self.spiked = False
+        self.refused.clear()
 
     @torch.no_grad()
     def carry_over(self) -> None:
@@ -294,13 +352,19 @@ class PlainTorch:
 
     def unscaled(self, number: int) -> dict[Tensor, Tensor]:
         inverse = 1.0 / self.before[0] if self.opened else 1.0
-        return {p: p.grad.float() * inverse for p in self.owned[number] if p.grad is not None}
+        own, exact = self.owned[number], self.setup.exact
+        return {p: p.grad.to(exact) * inverse for p in own if p.grad is not None}
+
+    def is_finite(self, number: int) -> bool:
+        return all(bool(g.isfinite().all()) for g in self.unscaled(number).values())
 
     def refuse(self, params: Sequence[Tensor], norm: float) -> bool:
         """The optimizers of ``params`` skip where a clip of them finds an overflow in one."""
+        if not self.setup.checks:
+            return False
         grads = {n: self.unscaled(n) for n in range(len(self.owned))}
         owners = {n: own for n, own in grads.items() if not own.keys().isdisjoint(params)}
-        finite = all(bool(g.isfinite().all()) for own in owners.values() for g in own.values())
+        finite = not self.keeps(params) or all(map(self.is_finite, owners))
         self.refused |= set() if finite and math.isfinite(norm) else owners.keys()
         return not self.refused.isdisjoint(owners)
 
@@ -309,8 +373,40 @@ class PlainTorch:
         order: Sequence[Tensor],
         clip: Callable[[list[Tensor]], Any],
         limit: float | None = None,
+        kind: float = 0.0,
+        submitted: bool = False,
     ) -> Any:
-        """Call ``clip`` (of a norm to ``limit``) on masters with their final gradients."""
+        """Call ``clip`` (of a ``kind`` of norm to ``limit``) on masters with their final
+        gradients, or on gradients that nothing scales."""
+        owners = self.owners([p for p in order if p.grad is not None])
+        norms = {n: self.norm_of(n) for n in owners}
+        self.look_at(owners)
+        result = self.clip_any(order, clip, limit, submitted)
+        for n in owners:  # a spike is told by the norm that a clip takes, if it takes all
+            is_whole = {p for p in self.owned[n] if p.grad is not None} <= set(order)
+            norm = float(result) if kind == 2.0 and is_whole else norms[n]
+            self.norms.setdefault(n, norm)
+        return result
+
+    def look_at(self, owners: Sequence[int]) -> None:
+        """Before a step, after another one: a new record."""
+        if not (self.setup.scaled or self.joined.isdisjoint(owners)):
+            self.joined = set()
+
+    def clip_any(
+        self,
+        order: Sequence[Tensor],
+        clip: Callable[[list[Tensor]], Any],
+        limit: float | None,
+        submitted: bool = False,
+    ) -> Any:
+        if not (submitted or self.keeps(order)):
+            here = [p for p in order if p.grad is not None]
+            finite = all(p.grad is not None and bool(p.grad.isfinite().all()) for p in here)
+            if finite or not self.setup.checks:
+                return clip(here)
+            self.refused.update(self.owners(order))
+            return torch.tensor(math.inf)
         grads = {p: g for n in range(len(self.owned)) for p, g in self.unscaled(n).items()}
         grads.update(self.final)
         chosen = [p for p in order if p in grads]
@@ -333,7 +429,7 @@ class PlainTorch:
             grads = [m.grad for m in masters if m.grad is not None]
             return torch.nn.utils.get_total_norm(grads, kind) + 1e-6
 
-        norm, ends = self.clip(order, norm_of), torch.tensor((0.0, math.inf))
+        norm, ends = self.clip_any(order, norm_of, None), torch.tensor((0.0, math.inf))
         near = norm * 2.0**-18
         limits = [float(t) for t in (near, *torch.nextafter(near.expand(2), ends))]
         return next((limit for limit in limits if limit / norm == 2.0**-18), math.inf)
@@ -347,16 +443,23 @@ class PlainTorch:
     ) -> bool:
         """End the window for one optimizer; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):
+            if self.setup.precision == "no" and not self.setup.attached:
+                self.publish(number)  # no boundary leaves it out
             return True
+        if number in self.stepped and not self.setup.scaled:
+            self.start_window()
         grads = self.unscaled(number)
-        finite = all(bool(g.isfinite().all()) for g in grads.values())
-        finite = finite and number not in self.refused
+        finite = self.is_finite(number)
+        self.events["stepped on NaN"] += not (finite or self.setup.checks or submitted)
+        finite = (finite or not self.setup.checks) and number not in self.refused
+        is_spike = finite and self.is_spike(number)
         grads = {p: self.final.get(p, g) for p, g in grads.items()}
-        if self.opened:
-            self.found = self.found or not finite
+        if self.opened or not self.setup.scaled:
+            self.found, self.spiked = self.found or not finite, self.spiked or is_spike
             self.scale, self.good, self.bad = self.next_scale(*self.before)
-            self.record(number)
+            self.record(number, not finite, is_spike)
             self.stepped.add(number)
+        finite = finite and not is_spike
         if not finite and not submitted:
             self.publish(number)
             return False
@@ -390,6 +493,8 @@ class PlainTorch:
 
     def next_scale(self, scale: float, good: int, bad: int) -> tuple[float, int, int]:
         """The scale, and the windows in a row that were finite, and that were not."""
+        if not self.setup.scaled or (self.spiked and not self.found):
+            return scale, good, bad
         good, bad = (0, bad + 1) if self.found else (good + 1, 0)
         if self.found and bad >= self.setup.hysteresis:
             scale *= 0.5
@@ -398,16 +503,40 @@ class PlainTorch:
         low, high = self.setup.bounds
         return min(max(scale, low or 0.0), high or math.inf), good, bad
 
-    def record(self, number: int) -> None:
-        if not self.stepped:
+    def record(self, number: int, found: bool, is_spike: bool) -> None:
+        if not self.joined or number in self.joined:
+            self.joined = set()
             self.windows.append(Window(self.before[0], 0.0, False, []))
+        self.joined.add(number)
         window = self.windows[-1]
-        window.next_scale, window.skipped, window.norm = self.scale, self.found, self.norm
+        window.next_scale, window.norm = self.scale, self.norm
+        window.skipped |= found or is_spike
+        window.spike |= is_spike
         window.lr += [group["lr"] for group in self.optimizers[number].param_groups]
 
-    def unscale(self, number: int) -> None:
-        """By hand."""
-        self.final.update(self.unscaled(number))
+    def norm_of(self, number: int) -> float:
+        """Unscaled, before it is clipped."""
+        grads = [g.float() for g in self.unscaled(number).values()]
+        return self.norms.get(number, float(torch.nn.utils.get_total_norm(grads)))
+
+    def is_spike(self, number: int) -> bool:
+        limit, usual, norm = self.setup.limit, self.usual[number], self.norm_of(number)
+        if isinstance(limit, str):
+            factor = float(limit.removesuffix("x"))
+            limit = factor * statistics.median(usual) if len(usual) >= FIRST else None
+            usual[:] = [*usual, *[norm] * (0.0 < norm < math.inf)][-NORMS:]
+        found = limit is not None and norm > limit
+        self.events["spike"] += found
+        return found
+
+    def unscale(self, number: int, is_seen: bool) -> None:
+        """By hand. Where nothing is scaled that is a look at them; ``is_seen``: by the package."""
+        self.norms[number] = self.norm_of(number)
+        self.look_at([number] if is_seen else [])
+        if self.setup.scaled:
+            self.final.update(self.unscaled(number))
+        elif is_seen and self.setup.checks and not self.is_finite(number):
+            self.refused.add(number)
 
     @torch.no_grad()
     def replace_state(self, number: int) -> None:
@@ -453,6 +582,7 @@ class PlainTorch:
     def end_window(self) -> None:
         """``scaler.update()`` after the step."""
         self.opened, self.stepped, self.refused, self.final = False, set(), set(), {}
+        self.joined, self.norms = set(), {}
 
     def zero_grad(self, number: int, to_none: bool) -> None:
         for p in self.owned[number]:
@@ -461,7 +591,8 @@ class PlainTorch:
 
     def add_group(self) -> None:
         p = self.net.grow()
-        self.masters[p], self.moves[p] = nn.Parameter(p.detach().float().clone()), 0
+        self.masters[p] = nn.Parameter(p.detach().to(self.setup.exact, copy=True))
+        self.moves[p] = 0
         self.optimizers[-1].add_param_group({"params": [self.masters[p]], "lr": 0.03})
         self.owned[-1].append(p)
 
@@ -470,8 +601,9 @@ class PlainTorch:
         return [dict(optimizer.state.get(self.masters[p], {})) for p in self.owned[number]]
 
     @torch.no_grad()
-    def forget_masters(self) -> None:
-        """``close`` or ``detach``: masters are gone, state has the parameters' dtype."""
+    def forget_masters(self, setup: Setup) -> None:
+        """``close`` or ``detach``: masters are gone, state has the parameters' dtype. The next
+        steps are made as ``setup`` says."""
         for number in range(len(self.owned)):
             self.publish(number)
         for number in range(len(self.owned)):
@@ -481,9 +613,14 @@ class PlainTorch:
                 self.masters[p].copy_(p)
                 self.round_state(number, p)
         self.lasting.clear()
+        self.setup = setup
+        for p, master in self.masters.items():
+            master.data = master.data.to(setup.exact)
+            for number in range(len(self.owned)):
+                self.round_state(number, p, setup.exact)
 
-    def round_state(self, number: int, p: Tensor) -> None:
+    def round_state(self, number: int, p: Tensor, dtype: torch.dtype | None = None) -> None:
         entry = self.optimizers[number].state.get(self.masters[p], {})
         for key, value in entry.items():
             if key != "step" and isinstance(value, Tensor):
-                entry[key] = value.to(p.dtype).float()
+                entry[key] = value.to(dtype or p.dtype).to(self.setup.exact)

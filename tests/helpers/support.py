@@ -21,14 +21,14 @@ def reset() -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal bit for bit, tensors and arrays in dicts and lists too."""
+    """Equal bit for bit, tensors and arrays in dicts and lists too; one NaN is another."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "shape"):
         alike = hasattr(other, "shape") and one.dtype == other.dtype and one.shape == other.shape
-        return alike and bool((one == other).all())
+        return alike and bool(((one == other) | ((one != one) & (other != other))).all())
     return bool(one == other)
 
 

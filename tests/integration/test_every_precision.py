@@ -192,6 +192,52 @@ def test_a_spike_is_skipped(
     assert {r.next_scale for r in spiked.records} == {scale.get("init_scale", 1.0)}
 
 
+@pytest.mark.parametrize("precision", ["bf16", "no", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("guards", [True, False])
+@pytest.mark.parametrize("how", ["parts", "a part", "one by one", "inf-norm", "1-norm", "values"])
+def test_the_norm_of_a_spike_is_that_before_any_clip(
+    precision: str, dtype: torch.dtype, guards: bool, how: str
+) -> None:
+    accelerator: Any = Accelerator(cpu=True, mixed_precision=precision)
+    attach(accelerator, skip_norm_above=1.0, skip_nonfinite=guards or precision == "fp16")
+    net = network(dtype)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    params, skipped = list(net.parameters()), []
+    for factor in (1e-3, 100.0, 1e-3):
+        accelerator.backward(model(batches(1)[0].to(dtype)).float().square().sum() * factor)
+        if how == "values":
+            accelerator.clip_grad_value_(params, 1e-3)
+        elif how.endswith("norm"):
+            accelerator.clip_grad_norm_(params, 1e-3, INF if how == "inf-norm" else 1)
+        else:
+            size = {"parts": 2, "a part": 4, "one by one": 1}[how]
+            chosen = params[::-1][:3] if how == "a part" else params
+            for at in range(0, len(chosen), size):
+                accelerator.clip_grad_norm_(chosen[at : at + size], 1e-3)
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    detach(accelerator)
+    assert skipped == [False, True, False]
+
+
+def test_a_spike_in_a_sparse_gradient_is_skipped() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    attach(accelerator, skip_norm_above=5.0)
+    table, skipped = nn.EmbeddingBag(10, 4, sparse=True, mode="sum"), []
+    model, optimizer = accelerator.prepare(table, torch.optim.SGD(table.parameters(), lr=0.1))
+    for factor in (1.0, 100.0, NAN):
+        accelerator.backward(model(torch.tensor([[1, 1]])).sum() * factor)  # norm 4: uncoalesced
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    records = list(accelerator.scaler_history.records)
+    detach(accelerator)
+    assert skipped == [False, True, True]
+    assert [r.spike for r in records] == [False, True, False]
+
+
 def test_a_spike_neither_counts_as_a_finite_window_nor_as_an_overflow() -> None:
     settings = {"init_scale": 16.0, "growth_interval": 3, "skip_norm_above": 40.0}
     records = train("fp16", settings, factors={2: 1000.0}, windows=5).records
@@ -302,11 +348,21 @@ def clip_with_strangers(accelerator: Any, model: Any, optimizer: Any, x: Tensor)
     optimizer.zero_grad()
 
 
+def group_after_the_clip(accelerator: Any, model: Any, optimizer: Any, x: Tensor) -> None:
+    new = nn.Parameter(torch.ones(3))
+    accelerator.backward(model(x).square().mean() + new.square().sum())
+    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.optimizer.add_param_group({"params": [new]})
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("settings", [{}, {"step_mode": "overlap"}], ids=str)
 @pytest.mark.parametrize(
     "step",
     [
         plain_backward,
+        group_after_the_clip,
         two_steps,
         gradients_kept,
         clip_twice_around_a_backward,
@@ -340,6 +396,83 @@ def test_a_stranger_that_is_not_finite_skips_the_step(loop: Any) -> None:
     optimizer.step()
     assert optimizer.step_was_skipped
     assert same(before, model.state_dict())
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"step_mode": "overlap"}, {"fold_unscale": True}], ids=str
+)
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_batch_that_the_loop_drops_says_nothing_of_the_next(
+    loop: Any, is_plain: bool, settings: dict[str, Any], clip: str
+) -> None:
+    """With a backward of the loop's own, too, which no call announces."""
+    found = []
+    for attached in (settings, None):
+        accelerator, model, optimizer = loop(attached)
+        for number, x in enumerate(batches(6)):
+            loss = model(x * (NAN if number in (2, 4) else 1.0)).square().mean()
+            (torch.Tensor.backward if is_plain else accelerator.backward)(loss)
+            getattr(accelerator, clip)(model.parameters(), 0.05)
+            if number in (1, 2) or (attached is None and number == 4):  # 2: it sees the NaN itself
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            assert optimizer.step_was_skipped == (number == 4)
+            optimizer.zero_grad()
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert same(found[0], found[1])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("settings", [{"offload": "cpu"}, {"master_weights": "fp32"}], ids=str)
+def test_a_batch_that_is_dropped_after_a_clip_for_masters(
+    settings: dict[str, Any], set_to_none: bool
+) -> None:
+    found = []
+    for dropped in (False, True):
+        accelerator: Any = Accelerator(cpu=True, mixed_precision="bf16")
+        attach(accelerator, **settings)
+        net = network(torch.bfloat16)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for number, x in enumerate(batches(4)):
+            if number != 1 or dropped:
+                accelerator.backward(model(x.bfloat16()).float().square().mean())
+                accelerator.clip_grad_norm_(net.parameters(), 0.05)
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        detach(accelerator)
+        found.append(net.state_dict())
+    assert same(found[0], found[1])
+
+
+class WithoutGradients(torch.optim.SGD):
+    """Moves parameters by what it finds out itself, as zeroth-order optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.5)
+
+
+def test_a_step_without_gradients_is_the_optimizers() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    attach(accelerator)
+    net = nn.Linear(1, 1, bias=False)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(
+        made := WithoutGradients(net.parameters(), lr=1.0), 0.5
+    )
+    called: list[Any] = []
+    made.register_step_post_hook(lambda *_: called.append(1))
+    optimizer, schedule = accelerator.prepare(made, schedule)
+    before = net.weight.item()
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    detach(accelerator)
+    assert net.weight.item() == pytest.approx(before + 1.5)
+    assert (len(called), schedule.get_last_lr()) == (3, [0.125])
 
 
 def test_a_checkpoint_is_stocks(tmp_path: Path, loop: Any) -> None:

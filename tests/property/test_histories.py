@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import history_operations
 import history_scaler
 import pytest
-from histories import Call, Found, Kind, quiet, run
-from history_operations import CHOICES, IN_PLACE, play
+from histories import INF, Call, Found, Kind, quiet, run
+from history_operations import CHOICES, IN_PLACE, play, possible
 from history_reference import LAYERS, Setup
 
 from accel_scaler.scaling.update_rule import Rule
@@ -38,6 +39,8 @@ TRAINING = (
     *("unfrozen", "clipped in parts", "written past autograd", "sat out", "brought to a new scale"),
     *("backward in a thread", "to sync", "to overlap", "to delayed", "loaded by Accelerate"),
     *("saved inside a window", "attached", "raw"),
+    *("precision fp16", "precision bf16", "precision no", "bfloat16 in place"),
+    *("spike", "stepped on NaN"),
 )
 SCALER = (
     *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),
@@ -87,6 +90,21 @@ OVERFLOW: Call = ("backward", {"used": LAYERS, "bad": True})
 STEP: Call = ("step", {"zero": "none", "fails": None, "read_by": "synchronize"})
 STATES: Call = ("state_dict", {})
 BACK: Call = ("go_back", {"model_first": False})
+CLIP: Call = ("clip_norm", {"limit": 0.125, "kind": 2.0})
+UNSCALED: dict[str, Any] = {"precision": "bf16", "masters": "fp32"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a spike that was clipped": {"limit": 0.5},
+    "a spike before an overflow": {"limit": 0.5, "hysteresis": 2},
+    "trained in stock after a spike": {**UNSCALED, "limit": 0.5, "stock": True},
+    "clipped and given up": UNSCALED,
+    "saved with masters, some never stepped, loaded in place": {
+        **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"},
+    },
+    "clipped in parts, for masters": UNSCALED,
+    "the same gradients stepped twice": {**UNSCALED, "fold": True},
+    "one optimizer sits out before a backward by hand, clipped": {**UNSCALED, "two": True},
+}
+"""Of these histories."""
 SHOWN: dict[str, list[Call]] = {
     "moved between a load and the next step": [
         *(BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK),
@@ -140,6 +158,31 @@ SHOWN: dict[str, list[Call]] = {
     "loaded, written through .data and saved": [
         *(BACKWARD, STEP, ("save", {}), BACK, ("edit", {"which": 1, "how": "data clamp"}), STATES),
     ],
+    "state replaced after the first update": [
+        *(BACKWARD, STEP, ("replace_state", {}), BACKWARD, STEP, BACKWARD),
+    ],
+    "saved with masters, some never stepped, loaded in place": [
+        *(SOME, STEP, ("save", {}), ("reopen", {"mode": "sync"}), BACK, BACKWARD, STEP, STATES),
+    ],
+    "a spike that was clipped": [BACKWARD, ("clip_value", {"limit": 2.0**-5}), STEP, STATES],
+    "a spike before an overflow": [BACKWARD, STEP, OVERFLOW, STEP],
+    "trained in stock after a spike": [
+        *(BACKWARD, STEP, ("train_in_stock", {"steps": 3, "bad": False})),
+    ],
+    "clipped and given up": [
+        *(BACKWARD, CLIP, ("drop", {"to_none": False, "used": LAYERS}), STEP, STATES),
+    ],
+    "clipped in parts, for masters": [
+        *(BACKWARD, ("clip_norm", {"limit": 0.125, "kind": INF, "parts": ("inner", "outer")})),
+        *(STEP, STATES),
+    ],
+    "the same gradients stepped twice": [
+        *(BACKWARD, ("step", STEP[1] | {"zero": "nothing"}), STEP, STATES),
+    ],
+    "one optimizer sits out before a backward by hand, clipped": [
+        *(BACKWARD, ("step", STEP[1] | {"sits_out": 0})),
+        *(("backward", BACKWARD[1] | {"plain": True}), CLIP, STEP, STATES),
+    ],
     "a function beside a frozen parameter, saved": [
         *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES),
     ],
@@ -177,7 +220,9 @@ def test_asynchronous_histories_that_have_shown_a_fault(
     with quiet():
         for offload in ("none", "cpu"):
             for dtype in ("float32", "float16"):
-                setup = Setup(mode=mode, offload=offload, attached=attached, dtype=dtype)
+                given: Any = {"mode": mode, "offload": offload, "attached": attached}
+                given |= {"dtype": dtype, **SETTINGS.get(name, {})}
+                setup = possible(Setup(**given))
                 play(setup, SHOWN[name])
                 if mode == "delayed":
                     play(replace(setup, compensation="preview"), SHOWN[name])

@@ -51,15 +51,15 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_268,
-    "optimizer_step": 1_401,
+    "scaling": 2_270,
+    "optimizer_step": 1_423,
     "async_optimizer": 5_116,
     "integrations": 1_377,
     "overflow": 2_152,
-    "telemetry": 1_341,
+    "telemetry": 1_343,
     "report": 1_027,
     "launch": 445,
-    "": 873,
+    "": 847,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -24,7 +24,7 @@ from accelerate.utils import (
 )
 from async_support import lazy
 from children import everywhere, on_two_ranks
-from support import stock
+from support import reset, stock
 from support import weights as weights_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -83,6 +83,9 @@ def test_every_mode_equals_torch_on_the_same_ranks(kind: str, buckets: str, tmp_
     on_two_ranks(lambda: compare(RUNS[kind, buckets], wrap, kind), tmp_path)
 
 
+PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": None}
+
+
 def attached(
     kind: str,
     mode: Any,
@@ -90,14 +93,16 @@ def attached(
     warmup: int = 0,
     late: bool = False,
     delay_compensation: Any = "none",
+    precision: str = "fp16",
 ) -> Result:
     """The same through Accelerate, under DDP.
 
     ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
     """
+    reset()
     plain = Accelerator(
         cpu=True,
-        mixed_precision="fp16",
+        mixed_precision=precision,
         gradient_accumulation_steps=ACCUMULATION,
         # Else the schedule is stepped once for each rank.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
@@ -119,6 +124,7 @@ def attached(
     optimizer, schedule = accelerator.prepare(inner, schedule_of(inner))
     if late:
         attach(accelerator, config)
+    scaler = accelerator.scaler or torch.amp.GradScaler(enabled=False)
     for window in range(WINDOWS):
         for index in range(ACCUMULATION):
             with accelerator.accumulate(loop.model):
@@ -128,9 +134,9 @@ def attached(
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-        loop.note(optimizer.step_was_skipped, accelerator.scaler, schedule)
+        loop.note(optimizer.step_was_skipped, scaler, schedule)
     optimizer.synchronize()
-    result = loop.result(optimizer, accelerator.scaler)
+    result = loop.result(optimizer, scaler)
     detach(accelerator)
     return result
 
@@ -146,14 +152,17 @@ def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
         late["delay_compensation"] = settings["delay_compensation"]
 
     def body() -> None:
-        wrap = partial(DistributedDataParallel, **BUCKETS["views"])
-        expected, watch = reference(wrap, "sgd", half=True, **late), Watch()
-        with lazy():
-            mine = attached("sgd", **settings)
-        names, elsewhere = watch.take()
-        assert "allreduce_" in names
-        assert elsewhere == 0
-        check(mine, expected, name)
+        wrap, watch = partial(DistributedDataParallel, **BUCKETS["views"]), Watch()
+        for precision, half in PRECISIONS.items():
+            given: Any = {"half": half, "scaled": precision == "fp16", "guards": True}
+            expected = reference(wrap, "sgd", **given, **late)
+            watch.take()
+            with lazy():
+                mine = attached("sgd", precision=precision, **settings)
+            names, elsewhere = watch.take()
+            assert "allreduce_" in names
+            assert elsewhere == 0
+            check(mine, expected, f"{name}, {precision}")
 
     on_two_ranks(body, tmp_path)
 

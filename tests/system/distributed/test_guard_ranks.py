@@ -26,7 +26,7 @@ WINDOWS, BAD = 5, 2
 def train(
     layout: str,
     precision: str,
-    clip: float | None,
+    clip: tuple[float, float] | None,
     settings: dict[str, Any] | None,
     factor: float = 1.0,
     dropped: Collection[int] = (),
@@ -57,13 +57,43 @@ def train(
             loss = loss * factor
         accelerator.backward(loss)
         if clip is not None:
-            accelerator.clip_grad_norm_(plain.parameters(), clip)
+            accelerator.clip_grad_norm_(plain.parameters(), *clip)
         optimizer.step()
         skipped.append(optimizer.step_was_skipped)
         optimizer.zero_grad()
     detach(accelerator)
     local: Any = [getattr(p, "_local_tensor", p).detach().clone() for p in plain.parameters()]
     return local, skipped
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_ranks_with_other_gradients_agree_on_a_spike(precision: str, tmp_path: Path) -> None:
+    """Split by hand: the norm is that of all ranks, taken before a clip of any kind."""
+
+    def body() -> None:
+        for how in ("none", "whole", "parts", "values"):
+            reset()
+            accelerator: Any = Accelerator(mixed_precision=precision)
+            scale = {"init_scale": 8.0} if precision == "fp16" else {}
+            attach(accelerator, sharded=True, skip_norm_above=50.0, **scale)
+            torch.manual_seed(dist.get_rank())
+            net, skipped = torch.nn.Linear(4, 3), []
+            optimizer: Any = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=1e-3))
+            for factor in (1.0, 100.0 if dist.get_rank() == 1 else 1.0, 1.0):
+                accelerator.backward(net(torch.ones(2, 4)).sum() * factor)
+                if how == "values":
+                    accelerator.clip_grad_value_(net.parameters(), 1.0)
+                elif how != "none":
+                    size = 1 if how == "parts" else 2
+                    for at in range(0, 2, size):
+                        accelerator.clip_grad_norm_(list(net.parameters())[at : at + size], 1.0)
+                optimizer.step()
+                skipped.append(optimizer.step_was_skipped)
+                optimizer.zero_grad()
+            detach(accelerator)
+            assert skipped == [False, True, False], how
+
+    on_two_ranks(body, tmp_path)
 
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
@@ -74,7 +104,7 @@ def test_one_ranks_bad_batch_is_skipped_by_both(
 ) -> None:
     def body() -> None:
         for settings in ({}, {"step_mode": "overlap"}):
-            for clip in (None, 0.1):
+            for clip in (None, (0.1, 2.0), (0.1, 1.0)):
                 given: Any = (layout, precision, clip)
                 stock, ours = train(*given, None), train(*given, settings)
                 assert same(stock, ours), (settings, clip)

@@ -286,11 +286,11 @@ def train_small(
     direct: bool, patch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
 ) -> list[Tensor]:
     calls: list[bool] = []
-    step = Run.step
+    run = Run.step
 
     def counting(self: Run, *args: Any) -> None:
         calls.append(True)
-        step(self, *args)
+        run(self, *args)
 
     patch.setattr(Run, "step", counting)
     if not direct:

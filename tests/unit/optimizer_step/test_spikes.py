@@ -43,6 +43,13 @@ def test_norms_that_stay_high_are_spikes_for_half_the_norms_kept(
     assert found[200:] == [True] * (NORMS // 2) + [False] * (200 - NORMS // 2)
 
 
+def test_windows_without_a_gradient_make_no_median(optimizer: torch.optim.Optimizer) -> None:
+    """A part that takes part in every third loss has zero gradients in the others."""
+    rule = SpikeRule("2x")
+    assert not any(rule.is_spike(optimizer, 1.0 * (n % 3 == 0)) for n in range(3 * FIRST))
+    assert [rule.is_spike(optimizer, norm) for norm in (0.0, 2.0, 2.1)] == [False, False, True]
+
+
 def test_each_optimizer_has_its_own_norms(optimizer: torch.optim.Optimizer) -> None:
     rule, other = SpikeRule("2x"), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     for _ in range(FIRST):

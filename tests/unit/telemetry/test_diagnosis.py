@@ -14,7 +14,7 @@ from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
 from accel_scaler.telemetry.diagnosis import STUCK, Kind
-from accel_scaler.telemetry.findings import streak
+from accel_scaler.telemetry.findings import skips, streak
 from accel_scaler.telemetry.record import FORMAT, encode_line, encode_window
 
 INF, NAN = math.inf, math.nan
@@ -314,6 +314,18 @@ def test_what_else_the_verdict_says() -> None:
     assert "min_scale = 1024 (step 45)" in floor
     partly = Course(overflows=lambda i, _: i >= 40 and i % 5 == 0, loss=unknown)
     assert verdict(diagnosed(partly)).startswith("Trained in part: 100 windows, 12 skipped")
+
+
+def test_a_run_of_spikes_is_no_fault_of_a_module_and_searches_for_no_scale() -> None:
+    found = Diagnosis()
+    found.begin(Course(scaled=False).start)
+    for index in range(40):
+        is_spike = index >= 15
+        found.add(Record(index, 1.0, 1.0, skipped=is_spike, grad_norm=9.0, spike=is_spike))
+    text = verdict(found)
+    assert text.startswith("Did not train past step 14: 40 windows, 25 skipped")
+    assert text.endswith("Look at the data of these windows, or raise skip_norm_above.")
+    assert skips(found).text == "62.5 % of the windows trained nothing."
 
 
 def test_healed_modules_are_the_line_for_the_config() -> None:

@@ -76,15 +76,15 @@ class Clipping:
         is_whole = norm_type == 2.0 and self._are_whole(parts, parameters)
         for owner, _, record in parts if check.wants_norm and not is_whole else ():
             check.check(owner, record)  # this clip does not take the norm of all
-        if not (is_scaled or check.checks):
-            return self._clip_unscaled(parameters, max_norm, norm_type)
-        if is_whole:
+        is_checked = is_scaled or check.checks
+        if is_whole and is_checked:
             norm = self._clip_in_one_pass(parts, parameters, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
-        if not (is_scaled or sharded or is_later):
-            total = self._clip_unscaled(parameters, max_norm, norm_type, parts)
+        if not (is_checked and (is_scaled or sharded or is_later)):
+            checked = parts if is_checked else ()
+            total = self._clip_unscaled(parameters, max_norm, norm_type, checked)
             for owner, mine, record in parts:
                 check.give_back(owner, record, mine)
             return total

@@ -15,7 +15,7 @@ of a tensor, which do not fill a vector register, may get other bits than they w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -29,7 +29,7 @@ from .arena import Where, flat, is_dense
 from .master_params import ParameterPair
 from .streams import SideStreams
 
-HOST_BLOCK, DEVICE_BLOCK = 1 << 18, 1 << 22
+HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 22
 """Elements in a block: what stays in a core's cache; on a device few launches matter instead."""
 
 DTYPES = LOW_PRECISION | {torch.float32}
@@ -86,9 +86,9 @@ class Block:
     """In the arena."""
     piece: slice | None
     """Its elements in its only parameter; None: all of its parameters."""
-    scratch: Tensor
-    into: list[Tensor]
-    """Where gradients go that are copied: views of ``scratch``."""
+    begin: int
+    """Where it begins in the arena."""
+    length: int
     strides: list[tuple[int, ...]]
     is_small: bool
     """All of its tensors are, and on the host."""
@@ -101,22 +101,23 @@ class Block:
     targets: list[Tensor]
     previews: list[Tensor]
     """Where the preview of the next update is prepared (``delayed``); else empty."""
+    scratch: dict[int, list[Tensor]] = field(default_factory=dict)
+    """See :meth:`Run.scratch`."""
 
     def part(self, piece: slice) -> Block:
         """A piece of its only parameter."""
-        scratch = self.scratch[: piece.stop - piece.start]
         lists = (self.masters, self.staging, self.targets, self.previews)
         masters, staging, targets, previews = ([flat(t)[piece] for t in ts] for ts in lists)
         return replace(
             self,
             piece=piece,
-            scratch=scratch,
-            into=[scratch],
+            length=piece.stop - piece.start,
             masters=masters,
             state=[[flat(t)[piece]] for (t,) in self.state],
             staging=staging,
             targets=targets,
             previews=previews,
+            scratch={},
         )
 
 
@@ -131,7 +132,7 @@ RULES = {
 class Follower(Protocol):
     """What is done to each block behind its update, while it is in cache."""
 
-    def block(self, block: Block) -> None:
+    def block(self, run: Run, block: Block) -> None:
         """It was updated."""
 
     def end(self) -> None:
@@ -144,7 +145,7 @@ class Run:
     Args:
         state: of what is stepped, by parameter; is to be the same for the life of this.
         is_sent: float32 gradients were unscaled before they were sent to host memory.
-        scratch: returns memory for so many elements, float32.
+        take_scratch: returns the memory of this number, for so many elements, float32.
     """
 
     def __init__(
@@ -155,10 +156,10 @@ class Run:
         state: Mapping[Tensor, dict[str, Any]],
         streams: SideStreams,
         is_sent: bool,
-        scratch: Callable[[int], Tensor],
+        take_scratch: Callable[[int, int], Tensor],
     ) -> None:
         self.pairs, self._rule, self._state, self._streams = list(pairs), rule, state, streams
-        self._is_sent, self._scratch = is_sent, scratch
+        self._is_sent, self._take_scratch = is_sent, take_scratch
         self._takes, self.keys = rule.takes(group), rule.keys(group)
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
@@ -234,7 +235,7 @@ class Run:
                 if publishes and arena.has_masters:
                     self._publish(block)
                 if follower is not None:
-                    follower.block(block)
+                    follower.block(self, block)
             if follower is not None:
                 follower.end()
 
@@ -261,13 +262,25 @@ class Run:
         is_alike = block.piece is not None or list(map(Tensor.stride, found)) == block.strides
         if is_alike and not copies and not any(low):
             return found
-        torch._foreach_copy_(block.into, found)
+        into = self.scratch(block)
+        torch._foreach_copy_(into, found)
         if deferred and all(low) and not deferred.clips:
-            deferred.apply([(pairs[0].param, block.scratch)])
+            deferred.apply([(pairs[0].param, _joined(into, block.length))])
         elif deferred and any(low):
-            narrow = zip(pairs, block.into, low, strict=True)
+            narrow = zip(pairs, into, low, strict=True)
             deferred.apply([(pair.param, view) for pair, view, is_low in narrow if is_low])
-        return block.into
+        return into
+
+    def scratch(self, block: Block, number: int = 0) -> list[Tensor]:
+        """Memory like that of a block's tensors, the same for all blocks: ``number`` 0 is where
+        :meth:`gather` copies gradients, 1 is free."""
+        if number not in block.scratch:
+            memory, view = self._take_scratch(block.length, number), self._arena.view
+            whole = block.piece is None
+            block.scratch[number] = (
+                [view(memory, slot, block.begin) for slot in block.slots] if whole else [memory]
+            )
+        return block.scratch[number]
 
     def _publish(self, block: Block) -> None:
         source = block.masters
@@ -300,8 +313,8 @@ class Run:
             places=slice(c, d),
             slots=range(first, first + d - c),
             piece=None,
-            scratch=self._scratch(min(end - begin, self._limit)),
-            into=[],
+            begin=begin,
+            length=end - begin,
             strides=self._strides[c:d],
             is_small=arena.device.type == "cpu"
             and max(arena.lengths[first : first + d - c]) <= SMALL,
@@ -312,16 +325,16 @@ class Run:
             targets=[pair.target for pair in pairs],
             previews=[pair.preview for pair in pairs if pair.preview is not None],
         )
-        if end - begin <= self._limit:
-            whole.into = [arena.view(whole.scratch, pair.slot, begin) for pair in pairs]
-            yield whole
-        elif not is_dense(pairs[0].target):
-            whole.scratch = self._scratch(end - begin)
-            whole.into = [arena.view(whole.scratch, pairs[0].slot, begin)]
+        if end - begin <= self._limit or not is_dense(pairs[0].target):
             yield whole
         else:
             for i in range(0, end - begin, self._limit):
                 yield whole.part(slice(i, min(i + self._limit, end - begin)))
+
+
+def _joined(views: Sequence[Tensor], length: int) -> Tensor:
+    """The memory from the first of these views on."""
+    return views[0].as_strided((length,), (1,), views[0].storage_offset())
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:

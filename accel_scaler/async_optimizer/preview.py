@@ -32,6 +32,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -90,17 +91,25 @@ class Terms:
         velocity: list[Tensor],
         momentum: list[Tensor],
         seconds: list[Tensor],
+        scratch: Callable[[int], list[Tensor]],
     ) -> list[Tensor]:
         """Write previews of ``w`` to ``out`` (None: nowhere), and return the norms of the roots of
-        second moments, if there are any. Lists of tensors of the same shapes, or empty."""
-        roots = list(torch._foreach_sqrt(seconds)) if self.is_rooted else []
-        norms = list(torch._foreach_norm(roots)) if roots else []
+        second moments, if there are any. Lists of tensors of the same shapes, or empty; ``scratch``
+        returns two more, by their number: memory allocated anew would not be in cache."""
+        norms: list[Tensor] = []
+        if self.is_rooted:
+            roots = scratch(1)
+            torch._foreach_copy_(roots, seconds)
+            torch._foreach_sqrt_(roots)
+            norms = list(torch._foreach_norm(roots))
         if out is None:
             return norms
-        found = list(torch._foreach_mul(w, self.keep - (0.0 if roots else self._decay_rate)))
+        found, kept = scratch(0), self.keep - (0.0 if self.is_rooted else self._decay_rate)
+        torch._foreach_copy_(found, w)
+        torch._foreach_mul_(found, kept)
         if self.velocity_rate:
             torch._foreach_add_(found, velocity, alpha=-self.velocity_rate)
-        if roots:
+        if self.is_rooted:
             torch._foreach_add_(roots, self.eps / self.root_scale)
             if rate := self.momentum_rate / self.root_scale:
                 torch._foreach_addcdiv_(found, momentum, roots, value=-rate)
@@ -260,11 +269,11 @@ class Behind:
         self._owners: list[int] = []
         self._norms: list[Tensor] = []
 
-    def block(self, block: Block) -> None:
+    def block(self, run: Run, block: Block) -> None:
         """Write the previews of its masters and state as they are."""
-        into = block.previews or block.targets
-        columns = self._rule.columns(block.state)
-        self._norms += self._terms.write(block.masters, into if self._writes else None, *columns)
+        out = (block.previews or block.targets) if self._writes else None
+        columns, scratch = self._rule.columns(block.state), partial(run.scratch, block)
+        self._norms += self._terms.write(block.masters, out, *columns, scratch)
         self._owners += block.slots
 
     def end(self) -> None:
@@ -398,7 +407,7 @@ class Previews:
                     run.gather(block, mine, DeferredUnscale(), copies=True)
                     pairs = run.pairs[block.places]
                     shares = [prepared.shares[id(pair)] for pair in pairs]
-                    _add_shares(block, shares, scaled[block.places])
+                    _add_shares(run, block, shares, scaled[block.places])
                 for place in () if in_blocks else range(a, b):
                     share = prepared.shares[id(run.pairs[place])]
                     self._add_share(run.pairs[place], mine[place], share, scaled[place])
@@ -431,7 +440,7 @@ class Previews:
                 count = run.counts(a, a + 1)[0]
                 behind = Behind(prepared, run.pairs[a:b], self._rule, count, writes)
                 for block in run.blocks_of(a, b):
-                    behind.block(block)
+                    behind.block(run, block)
                 behind.end()
 
 
@@ -443,16 +452,20 @@ def _scaled(share: Share, factor: float) -> Share:
     return Share(share.rate * factor, share.limit / factor if factor else math.inf)
 
 
-def _add_shares(block: Block, shares: Sequence[Share], factors: Sequence[float]) -> None:
+def _add_shares(run: Run, block: Block, shares: Sequence[Share], factors: Sequence[float]) -> None:
     """Write ``preview + share`` to the model, one multiply and add, from gradients in scratch."""
-    scaled = list(map(_scaled, shares, factors))
+    scaled, grads, sums = (
+        list(map(_scaled, shares, factors)),
+        run.scratch(block),
+        run.scratch(block, 1),
+    )
     limits = [min(limit, MAX_LIMIT) for _, limit in scaled]
-    if min(limits) < MAX_LIMIT:
-        torch._foreach_clamp_min_(block.into, [-limit for limit in limits])
-        torch._foreach_clamp_max_(block.into, limits)
-    columns = (block.previews or block.targets, block.into, scaled, block.targets)
-    for preview, grad, (rate, _), target in zip(*columns, strict=True):
-        torch.add(preview, grad, alpha=rate, out=target)
+    torch._foreach_copy_(sums, block.previews or block.targets)
+    for grad, limit, total, (rate, _) in zip(grads, limits, sums, scaled, strict=True):
+        if limit < MAX_LIMIT:
+            grad.clamp_(-limit, limit)
+        total.add_(grad, alpha=rate)
+    torch._foreach_copy_(block.targets, sums)
 
 
 class PreviewError:

@@ -147,7 +147,7 @@ class Replica:
         """Masters were loaded, and the model perhaps not yet: until the next step."""
         self._renews = False
         """Masters are to be laid out anew."""
-        self._scratch = torch.empty(0)
+        self._scratch: dict[int, Tensor] = {}
         self._removed: list[ParameterPair] = []
         """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
@@ -470,12 +470,14 @@ class Replica:
                 run = Run(pairs, rule, group, state, self.streams, self.sends, self._take_scratch)
                 yield number, some, run
 
-    def _take_scratch(self, length: int) -> Tensor:
-        """Memory for a block's gradient, the same for all; made on the worker."""
-        if self._scratch.numel() < length:
+    def _take_scratch(self, length: int, number: int) -> Tensor:
+        """Memory for a block, the same for all; made on the worker."""
+        found = self._scratch.get(number)
+        if found is None or found.numel() < length:
             device = torch.device("cpu") if self.offload else self.streams.device
-            self._scratch = torch.empty(length, dtype=torch.float32, device=device)
-        return self._scratch[:length]
+            found = torch.empty(length, dtype=torch.float32, device=device)
+            self._scratch[number] = found
+        return found[:length]
 
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None

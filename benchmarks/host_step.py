@@ -1,12 +1,13 @@
 """The optimizer's job where its state is in host memory, or has float32 masters, on a CPU.
 
-    python benchmarks/host_step.py            # about four minutes on two cores, 8 GB of memory
+    python benchmarks/host_step.py            # about five minutes on two cores, 8 GB of memory
     python benchmarks/host_step.py --threads 2
 
-Each row is ``AsyncOptimizer.step()`` and ``synchronize()`` over one list of parameters with torch's
-fused AdamW, gradients of the parameters' dtype. The unit is torch's fused AdamW alone, over float32
-tensors of the same sizes, in the same turn; the ratio is of medians. "handed over" is what
-``step()`` blocks the training thread for, in milliseconds.
+Each row is ``AsyncOptimizer.step()`` over one list of parameters, a use of each parameter as a
+forward makes it, and the wait for the job: torch's fused AdamW, gradients of the parameters' dtype;
+``delayed`` with its preview. The unit is torch's fused AdamW alone, over float32 tensors of the
+same sizes, in turn with it; the ratio is of medians. "handed over" is what ``step()`` blocks the
+training thread for, in milliseconds. Against DeepSpeed's: ``benchmarks/host_adam.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from boundary import CASES
 
 from accel_scaler import AsyncOptimizer
+from accel_scaler.optimizer_step import stepper_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 JOBS: dict[str, dict[str, str]] = {
@@ -61,8 +63,7 @@ class Job:
             handed += time.perf_counter() - start
             for p in self.params:
                 p.detach()  # a forward uses it, which waits for what it is to see
-            if isinstance(self.optimizer, AsyncOptimizer):
-                self.optimizer._stepper.finish()
+            stepper_of(self.optimizer).wait()
         took = time.perf_counter() - begin
         return handed / STEPS, took / STEPS
 

@@ -29,7 +29,7 @@ from .arena import Where, flat, is_dense
 from .master_params import ParameterPair
 from .streams import SideStreams
 
-HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 22
+HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 20
 """Elements in a block: what stays in a core's cache; on a device few launches matter instead."""
 
 DTYPES = LOW_PRECISION | {torch.float32}

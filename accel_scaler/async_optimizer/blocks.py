@@ -139,13 +139,29 @@ class Follower(Protocol):
         """All were."""
 
 
+class Scratch:
+    """Float32 memory that one block after the other uses; allocated where it is first used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[int, Tensor] = {}
+
+    def take(self, length: int, number: int) -> Tensor:
+        """The first ``length`` elements of the memory of this number."""
+        held = self._held.get(number)
+        if held is None or held.numel() < length:
+            held = torch.empty(length, dtype=torch.float32, device=self._device)
+            self._held[number] = held
+        return held[:length]
+
+
 class Run:
     """Neighbours in one arena, of one part and one parameter group, and their blocks.
 
     Args:
         state: of what is stepped, by parameter; is to be the same for the life of this.
         is_sent: float32 gradients were unscaled before they were sent to host memory.
-        take_scratch: returns the memory of this number, for so many elements, float32.
+        memory: of :meth:`scratch`.
     """
 
     def __init__(
@@ -156,10 +172,10 @@ class Run:
         state: Mapping[Tensor, dict[str, Any]],
         streams: SideStreams,
         is_sent: bool,
-        take_scratch: Callable[[int, int], Tensor],
+        memory: Scratch,
     ) -> None:
         self.pairs, self._rule, self._state, self._streams = list(pairs), rule, state, streams
-        self._is_sent, self._take_scratch = is_sent, take_scratch
+        self._is_sent, self._memory = is_sent, memory
         self._takes, self.keys = rule.takes(group), rule.keys(group)
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
@@ -275,7 +291,7 @@ class Run:
         """Memory like that of a block's tensors, the same for all blocks: ``number`` 0 is where
         :meth:`gather` copies gradients, 1 is free."""
         if number not in block.scratch:
-            memory, view = self._take_scratch(block.length, number), self._arena.view
+            memory, view = self._memory.take(block.length, number), self._arena.view
             whole = block.piece is None
             block.scratch[number] = (
                 [view(memory, slot, block.begin) for slot in block.slots] if whole else [memory]

@@ -27,7 +27,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .blocks import Follower, Run, neighbours, rule_of
+from .blocks import Follower, Run, Scratch, neighbours, rule_of
 from .compile_session import beside_no_compile
 from .master_params import (
     MasterRule,
@@ -147,7 +147,7 @@ class Replica:
         """Masters were loaded, and the model perhaps not yet: until the next step."""
         self._renews = False
         """Masters are to be laid out anew."""
-        self._scratch: dict[int, Tensor] = {}
+        self._scratch = Scratch(torch.device("cpu") if self.offload else self.streams.device)
         self._removed: list[ParameterPair] = []
         """Of parameters in no group, which the optimizer's state still has."""
         self._spot_check = SpotCheck((), set())
@@ -467,17 +467,8 @@ class Replica:
             group = self.copy.param_groups[number]
             for some in neighbours(part.pairs, places):
                 pairs = [part.pairs[place] for place in some]
-                run = Run(pairs, rule, group, state, self.streams, self.sends, self._take_scratch)
+                run = Run(pairs, rule, group, state, self.streams, self.sends, self._scratch)
                 yield number, some, run
-
-    def _take_scratch(self, length: int, number: int) -> Tensor:
-        """Memory for a block, the same for all; made on the worker."""
-        found = self._scratch.get(number)
-        if found is None or found.numel() < length:
-            device = torch.device("cpu") if self.offload else self.streams.device
-            found = torch.empty(length, dtype=torch.float32, device=device)
-            self._scratch[number] = found
-        return found[:length]
 
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None

@@ -44,7 +44,7 @@ class SyncHooks:
         holder: object | None = None,
         models: Callable[[], Iterable[Module]] = tuple,
     ) -> None:
-        self._stepper = weakref.ref(stepper)
+        self.stepper = stepper
         stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
         self._find_models = models
@@ -75,13 +75,6 @@ class SyncHooks:
             raise
 
     @property
-    def stepper(self) -> AsyncStepper:
-        """Whose hooks these are; it lives while its optimizer does."""
-        stepper = self._stepper()
-        assert stepper is not None
-        return stepper
-
-    @property
     def is_left(self) -> bool:
         """Their holder is gone, and has not closed them: the optimizer keeps its stepper."""
         return self._holder is not None and self._holder() is None
@@ -95,15 +88,15 @@ class SyncHooks:
         Raises:
             StepError: the step in flight failed; everything is removed all the same.
         """
-        stepper = self._stepper()
+        stepper = self.stepper
         try:
-            if stepper is not None:
-                stepper.close()
-                if not is_replaced:
-                    self._give_state_back(stepper)
+            stepper.close()
+            if not is_replaced:
+                self._give_state_back(stepper)
         finally:
             self._remove()
-            if is_replaced and stepper is not None:
+            stepper.hooks = None  # a cycle would keep the masters until it is collected
+            if is_replaced:
                 stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
@@ -142,16 +135,12 @@ class SyncHooks:
     # On the optimizer.
 
     def _before_saving(self, optimizer: Optimizer) -> None:
-        stepper = self._stepper()
-        if stepper is not None:
-            stepper.synchronize()
-            stepper.refresh()  # a model that was loaded after its masters
-            stepper.follow_unseen_edits()
+        self.stepper.synchronize()
+        self.stepper.refresh()  # a model that was loaded after its masters
+        self.stepper.follow_unseen_edits()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        stepper = self._stepper()
-        if stepper is None:
-            return state_dict
+        stepper = self.stepper
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
@@ -175,9 +164,7 @@ class SyncHooks:
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        stepper = self._stepper()
-        if stepper is None:
-            return state_dict
+        stepper = self.stepper
         stepper.begin_loading(state_dict)
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
@@ -185,10 +172,10 @@ class SyncHooks:
         return {**state_dict, "state": {}} if is_ours else state_dict
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        stepper, loaded, self._loading = self._stepper(), self._loading, None
-        if stepper is not None and loaded is not None:
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
             self.watch(self._find_models())
-            stepper.load(loaded)
+            self.stepper.load(loaded)
 
     # On models.
 
@@ -198,9 +185,7 @@ class SyncHooks:
         Raises:
             UnsupportedError: a model whose reads cannot be seen where they would have to be.
         """
-        stepper = self._stepper()
-        if stepper is None:
-            return
+        stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
             for model in models:
@@ -238,10 +223,19 @@ class SyncHooks:
                 "which takes no hooks: evaluated alone it would be one step old. Use step_mode "
                 "'overlap' or 'sync', or leave it unscripted while it trains."
             )
-        for module in model.modules():
-            if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
-                self._modules.add(module)
-                self._hook(module, stepper)
+        for module in list[Any](model.modules()):
+            if module in self._modules or isinstance(module, torch.jit.ScriptModule):
+                continue
+            self._modules.add(module)
+            if next(Module.parameters(module, recurse=False), None) is not None:
+                # A copy is made in this order, and is to meet a hook before the parameters.
+                vars(module)["_parameters"] = vars(module).pop("_parameters")
+                wait = _Hook(stepper, lambda stepper, _: stepper.synchronize())
+                self._handles.append(module.register_state_dict_pre_hook(wait))
+                self._handles.append(module.register_load_state_dict_pre_hook(wait))
+            if is_fsdp2(module):
+                gather = _Hook(stepper, _before_gather)
+                self._handles.append(module.register_forward_pre_hook(gather, prepend=True))
         for root in _roots(model):
             self._hook_root(root, stepper)
         if scripted:
@@ -263,17 +257,6 @@ class SyncHooks:
                 type(model).__name__,
                 type(stepper.optimizer).__name__,
             )
-
-    def _hook(self, module: Any, stepper: AsyncStepper) -> None:
-        if next(Module.parameters(module, recurse=False), None) is not None:
-            # A copy is made in this order, and is to meet a hook before the parameters.
-            vars(module)["_parameters"] = vars(module).pop("_parameters")
-            hook = _Hook(stepper, _synchronize)
-            self._handles.append(module.register_state_dict_pre_hook(hook))
-            self._handles.append(module.register_load_state_dict_pre_hook(hook))
-        if is_fsdp2(module):
-            hook = _Hook(stepper, _before_gather)
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _hook_root(self, root: Module, stepper: AsyncStepper) -> None:
         if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
@@ -327,19 +310,14 @@ class _Hook:
             self._run(stepper, module)
 
 
-def _synchronize(stepper: AsyncStepper, _: Module) -> None:
-    """Before a state dict is made or loaded."""
-    stepper.synchronize()
-
-
 def _before_forward(stepper: AsyncStepper, module: Module) -> None:
     """Of a whole model, or of something compiled in it."""
-    if not is_replaying():  # with the window's own parameters
-        if _is_evaluated(module):
+    # A replay has the window's own parameters; a backward computes a forward anew.
+    if not is_replaying() and not is_in_backward():
+        if not (torch.is_grad_enabled() and module.training):
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
-        if not is_in_backward():
-            stepper.begin_forward()
+        stepper.begin_forward()
     if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
         stepper.finish_model()
 
@@ -373,11 +351,6 @@ def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable
         return call(*args, **kwargs)
 
     return waiting
-
-
-def _is_evaluated(module: Module) -> bool:
-    """Whether this forward is one of an evaluation, and not a backward's that computes it anew."""
-    return not (torch.is_grad_enabled() and module.training) and not is_in_backward()
 
 
 def _is_compiled(module: Module) -> bool:

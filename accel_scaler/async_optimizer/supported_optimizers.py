@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +30,12 @@ WAY_OUT = (
 )
 
 
-def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
+_unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))
+
+
+def raw_step(cls: type[Optimizer]) -> Any:
     """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
-    step: Any = cls.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    result: Callable[..., Any] = step
-    return result
+    return _unhooked(cls.step)
 
 
 def is_known(cls: type[Optimizer]) -> bool:
@@ -62,9 +61,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     inner: Any = getattr(step, "__wrapped__" if by_scheduler else "__func__", None)
     if not by_scheduler and getattr(step, "__self__", None) is not optimizer:
         inner = None
-    while getattr(inner, "hooked", False):
-        inner = inner.__wrapped__
-    if inner is not raw_step(type(optimizer)):
+    if _unhooked(inner) is not raw_step(type(optimizer)):
         name = type(optimizer).__name__
         raise UnsupportedError(
             f"{name}: step was replaced on this instance, by {step!r}; the class's own is what "

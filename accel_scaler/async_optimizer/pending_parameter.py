@@ -71,20 +71,13 @@ _METHODS = (
     *("element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
     *("get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
 )
-
-
-def _passive() -> frozenset[Any]:
-    """Operations that touch no element and so do not wait: those of ``zero_grad`` above all."""
-    found = {getattr(Tensor, name) for name in _METHODS}
-    for name in _ATTRIBUTES:
-        slot = getattr(Tensor, name, None)
-        for kind in ("__get__", "__set__", "__delete__"):
-            if hasattr(slot, kind):
-                found.add(getattr(slot, kind))
-    return frozenset(found)
-
-
-PASSIVE = _passive()
+_SLOTS = [getattr(Tensor, name, None) for name in _ATTRIBUTES]
+_ACCESSES = ("__get__", "__set__", "__delete__")
+PASSIVE: frozenset[Any] = frozenset(
+    [getattr(Tensor, name) for name in _METHODS]
+    + [getattr(slot, kind) for slot in _SLOTS for kind in _ACCESSES if hasattr(slot, kind)]
+)
+"""Operations that touch no element and so do not wait: those of ``zero_grad`` above all."""
 
 
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]

@@ -45,7 +45,7 @@ know the events without the optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -204,23 +204,21 @@ class SideStreams:
         kinds = [dtype or t.dtype for t in tensors]
         lengths = list(map(length_of, tensors))
         views: list[Tensor] = list(tensors)
-        for kind in dict.fromkeys(kinds):
-            mine = [i for i, each in enumerate(kinds) if each is kind]
-            sizes = [lengths[i] for i in mine]
-            for pack in packs(sizes) if self.copies_beside else [range(len(mine))]:
-                start = 0
-                buffer = self._host_memory(sum(sizes[i] for i in pack), kind)
-                for i in pack:
-                    t = tensors[mine[i]]
-                    views[mine[i]] = buffer.as_strided(t.shape, t.stride(), start)
-                    start += sizes[i]
+        # Else another device would make the memory its own.
+        with self._backend.on(self._backend.current()) if self.copies_beside else nullcontext():
+            for kind in dict.fromkeys(kinds):
+                mine = [i for i, each in enumerate(kinds) if each is kind]
+                sizes = [lengths[i] for i in mine]
+                for pack in packs(sizes) if self.copies_beside else [range(len(mine))]:
+                    length, start = sum(sizes[i] for i in pack), 0
+                    buffer = torch.empty(
+                        length, dtype=kind, device="cpu", pin_memory=self.copies_beside
+                    )
+                    for i in pack:
+                        t = tensors[mine[i]]
+                        views[mine[i]] = buffer.as_strided(t.shape, t.stride(), start)
+                        start += sizes[i]
         return views
-
-    def _host_memory(self, length: int, dtype: torch.dtype) -> Tensor:
-        if self._backend is None:
-            return torch.empty(length, dtype=dtype, device="cpu")
-        with self._backend.on(self._backend.current()):  # or another device would make it its own
-            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=True)
 
     def down(self, source: Tensor, host: Tensor) -> Any:
         """Copy to the host behind this thread's stream; returns the event of its end."""

@@ -103,9 +103,10 @@ class SyncHooks:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
         optimizer = stepper.optimizer
         replica = stepper.replica
-        if not replica.pairs:
-            return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (replica.masters.every or stepper.keeps_scaled or replica.is_sharded):
+        # Without pairs nothing was stepped or loaded; asked for more it would begin now.
+        if not replica.pairs or not (
+            replica.masters.every or stepper.keeps_scaled or replica.is_sharded
+        ):
             return
         # That of parameters that were replaced stays, and torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state

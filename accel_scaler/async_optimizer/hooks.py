@@ -51,10 +51,8 @@ class SyncHooks:
         self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called where another optimizer takes over; is to call :meth:`close`."""
         self._handles: list[Any] = []
-        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those that hold some of the optimizer's parameters, as of ``_ids``."""
-        self._others: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those that hold none."""
+        self._models: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
+        """Whether they hold some of the optimizer's parameters, as of ``_ids``."""
         self._ids: list[int] = []
         """``id`` of each of the optimizer's parameters."""
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -194,20 +192,19 @@ class SyncHooks:
                     stepper.replica.order_by(Module.parameters(model))
             stepper.refresh()  # an accelerator's, before its first step
         if ids != self._ids:
-            self._ids = ids
-            self._models, self._others = weakref.WeakSet(), weakref.WeakSet()
+            self._ids, self._models = ids, weakref.WeakKeyDictionary()
         for model in models:
-            if model in self._models or model in self._others:
+            if model in self._models:
                 continue
             mine = set(ids)
             if mine.isdisjoint(map(id, Module.parameters(model))):
-                self._others.add(model)
+                self._models[model] = False
                 continue
             self._watch(model, stepper, mine)
             self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             stepper.order_by(model)
-            self._models.add(model)
+            self._models[model] = True
             stepper.sees_forwards = True
         self._watch_compiled(stepper)
 
@@ -267,7 +264,7 @@ class SyncHooks:
 
     def _watch_compiled(self, stepper: AsyncStepper) -> None:
         """Compiled code checks the class of its parameters: its forward waits for all first."""
-        for model in list(self._models):
+        for model in [model for model, is_ours in self._models.items() if is_ours]:
             for module in model.modules():
                 if _is_compiled(module):
                     stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
@@ -288,9 +285,7 @@ class _Hook:
         run: what is done before the module is used.
     """
 
-    def __init__(
-        self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Module], object]
-    ) -> None:
+    def __init__(self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Any], object]) -> None:
         self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run
 
     def __reduce__(self) -> Any:

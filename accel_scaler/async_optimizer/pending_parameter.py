@@ -245,26 +245,22 @@ def can_hold_parameters(params: Iterable[Tensor]) -> bool:
     return set(map(type, params)) <= {nn.Parameter, PendingParameter}
 
 
+@dataclass(slots=True, eq=False)
 class _Mark:
-    """What a pending parameter keeps: its hold, weakly, and the order of the device's work.
+    """What a pending parameter keeps: its hold, weakly, and the order of the device's work."""
 
-    Args:
-        fenced: the hold, where its fence has values that the parameter has not.
-    """
-
-    def __init__(
-        self, hold: ParameterHold, order: PartEvents | None, fenced: ParameterHold | None
-    ) -> None:
-        self.hold = weakref.ref(hold)
-        self.fenced, self._order = fenced, order
+    hold: weakref.ref[ParameterHold]
+    order: PartEvents | None
+    fenced: ParameterHold | None
+    """The hold, where its fence has values that the parameter has not."""
 
     def follow(self, everywhere: bool) -> bool:
         """The hold is gone with its optimizer: order uses after all that was enqueued. Returns
         whether the device is past it; ``everywhere`` waits for that."""
-        if self._order is None:
+        if self.order is None:
             return True
-        self._order.follow()
-        return self._order.is_past(wait=everywhere)
+        self.order.follow()
+        return self.order.is_past(wait=everywhere)
 
 
 class ParameterHold:
@@ -298,7 +294,7 @@ class ParameterHold:
         """How many of ``params``, from the first on."""
         self.was_traced = False
         """A compiled function has met one of the parameters while it was pending."""
-        self._mark = _Mark(self, order, None if fence is None else self)
+        self._mark = _Mark(weakref.ref(self), order, None if fence is None else self)
         wait_for_parameters(params)
         try:
             _hold(params, self._mark, PendingParameter)

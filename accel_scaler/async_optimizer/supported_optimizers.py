@@ -76,9 +76,8 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     Args:
         masters: which of what is trained is stepped through float32 copies.
     """
-    cls = type(optimizer)
-    name = cls.__name__
-    closure = inspect.signature(raw_step(cls)).parameters.get("closure")
+    name = type(optimizer).__name__
+    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
             f"{name}.step() needs a closure: forward and backward run inside the step, and it "
@@ -118,17 +117,16 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "would be, too, and unscaling into those is not supported. Load the model in float32 "
             "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
         )
-    if masters.every or through:
-        others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
-        if others:
-            got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
-        elif len(set(map(id, through))) < len(through):
-            got = "has a parameter twice in one group, expected each once"
-        else:
-            return
-        raise UnsupportedError(
-            f"{name} {got}, and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
-        )
+    others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
+    if others:
+        got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
+    elif len(set(map(id, through))) < len(through):
+        got = "has a parameter twice in one group, expected each once"
+    else:
+        return
+    raise UnsupportedError(
+        f"{name} {got}, and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
+    )
 
 
 def refuse_overlap(optimizer: Optimizer, masters: MasterRule, names: ParameterNames) -> None:

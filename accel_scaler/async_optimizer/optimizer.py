@@ -99,14 +99,13 @@ class AsyncOptimizer(Optimizer):
         self._config, self._closed = replace(config, enabled=scaled), False
         self._worker = Worker(config.optimizer_threads)
         device = parameters_of(optimizer)[0].device
-        names = None if scaler is None else scaler.parameter_names
         self._hooks = step_beside(
             optimizer,
             self._config,
             holder=self,
             worker=self._worker,
             device=device,
-            parameter_names=names,
+            parameter_names=None if scaler is None else scaler.parameter_names,
             guards_backward=not scaled,
         )
         self._stepper = self._hooks.stepper

@@ -44,17 +44,15 @@ class SyncHooks:
         holder: object | None = None,
         models: Callable[[], Iterable[Module]] = tuple,
     ) -> None:
-        self._stepper = weakref.ref(stepper)
+        self.stepper = stepper
         stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
         self._find_models = models
         self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called where another optimizer takes over; is to call :meth:`close`."""
         self._handles: list[Any] = []
-        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those that hold some of the optimizer's parameters, as of ``_ids``."""
-        self._others: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those that hold none."""
+        self._models: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
+        """Whether they hold some of the optimizer's parameters, as of ``_ids``."""
         self._ids: list[int] = []
         """``id`` of each of the optimizer's parameters."""
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -75,13 +73,6 @@ class SyncHooks:
             raise
 
     @property
-    def stepper(self) -> AsyncStepper:
-        """Whose hooks these are; it lives while its optimizer does."""
-        stepper = self._stepper()
-        assert stepper is not None
-        return stepper
-
-    @property
     def is_left(self) -> bool:
         """Their holder is gone, and has not closed them: the optimizer keeps its stepper."""
         return self._holder is not None and self._holder() is None
@@ -95,24 +86,25 @@ class SyncHooks:
         Raises:
             StepError: the step in flight failed; everything is removed all the same.
         """
-        stepper = self._stepper()
+        stepper = self.stepper
         try:
-            if stepper is not None:
-                stepper.close()
-                if not is_replaced:
-                    self._give_state_back(stepper)
+            stepper.close()
+            if not is_replaced:
+                self._give_state_back(stepper)
         finally:
             self._remove()
-            if is_replaced and stepper is not None:
+            stepper.hooks = None  # a cycle would keep the masters until it is collected
+            if is_replaced:
                 stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
         optimizer = stepper.optimizer
         replica = stepper.replica
-        if not replica.pairs:
-            return  # nothing was ever stepped or loaded; asked for state it would begin now
-        if not (replica.masters.every or stepper.keeps_scaled or replica.is_sharded):
+        # Without pairs nothing was stepped or loaded; asked for more it would begin now.
+        if not replica.pairs or not (
+            replica.masters.every or stepper.keeps_scaled or replica.is_sharded
+        ):
             return
         # That of parameters that were replaced stays, and torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state
@@ -142,16 +134,12 @@ class SyncHooks:
     # On the optimizer.
 
     def _before_saving(self, optimizer: Optimizer) -> None:
-        stepper = self._stepper()
-        if stepper is not None:
-            stepper.synchronize()
-            stepper.refresh()  # a model that was loaded after its masters
-            stepper.follow_unseen_edits()
+        self.stepper.synchronize()
+        self.stepper.refresh()  # a model that was loaded after its masters
+        self.stepper.follow_unseen_edits()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        stepper = self._stepper()
-        if stepper is None:
-            return state_dict
+        stepper = self.stepper
         pairs = {id(pair.param): pair for pair in stepper.replica.pairs}
         state: dict[Any, Any] = dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
@@ -175,9 +163,7 @@ class SyncHooks:
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        stepper = self._stepper()
-        if stepper is None:
-            return state_dict
+        stepper = self.stepper
         stepper.begin_loading(state_dict)
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
@@ -185,10 +171,10 @@ class SyncHooks:
         return {**state_dict, "state": {}} if is_ours else state_dict
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        stepper, loaded, self._loading = self._stepper(), self._loading, None
-        if stepper is not None and loaded is not None:
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
             self.watch(self._find_models())
-            stepper.load(loaded)
+            self.stepper.load(loaded)
 
     # On models.
 
@@ -198,9 +184,7 @@ class SyncHooks:
         Raises:
             UnsupportedError: a model whose reads cannot be seen where they would have to be.
         """
-        stepper = self._stepper()
-        if stepper is None:
-            return
+        stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
             for model in models:
@@ -208,20 +192,19 @@ class SyncHooks:
                     stepper.replica.order_by(Module.parameters(model))
             stepper.refresh()  # an accelerator's, before its first step
         if ids != self._ids:
-            self._ids = ids
-            self._models, self._others = weakref.WeakSet(), weakref.WeakSet()
+            self._ids, self._models = ids, weakref.WeakKeyDictionary()
         for model in models:
-            if model in self._models or model in self._others:
+            if model in self._models:
                 continue
             mine = set(ids)
             if mine.isdisjoint(map(id, Module.parameters(model))):
-                self._others.add(model)
+                self._models[model] = False
                 continue
             self._watch(model, stepper, mine)
             self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             stepper.order_by(model)
-            self._models.add(model)
+            self._models[model] = True
             stepper.sees_forwards = True
         self._watch_compiled(stepper)
 
@@ -238,10 +221,19 @@ class SyncHooks:
                 "which takes no hooks: evaluated alone it would be one step old. Use step_mode "
                 "'overlap' or 'sync', or leave it unscripted while it trains."
             )
-        for module in model.modules():
-            if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
-                self._modules.add(module)
-                self._hook(module, stepper)
+        for module in list[Any](model.modules()):
+            if module in self._modules or isinstance(module, torch.jit.ScriptModule):
+                continue
+            self._modules.add(module)
+            if next(Module.parameters(module, recurse=False), None) is not None:
+                # A copy is made in this order, and is to meet a hook before the parameters.
+                vars(module)["_parameters"] = vars(module).pop("_parameters")
+                wait = _Hook(stepper, lambda stepper, _: stepper.synchronize())
+                self._handles.append(module.register_state_dict_pre_hook(wait))
+                self._handles.append(module.register_load_state_dict_pre_hook(wait))
+            if is_fsdp2(module):
+                gather = _Hook(stepper, _before_gather)
+                self._handles.append(module.register_forward_pre_hook(gather, prepend=True))
         for root in _roots(model):
             self._hook_root(root, stepper)
         if scripted:
@@ -264,17 +256,6 @@ class SyncHooks:
                 type(stepper.optimizer).__name__,
             )
 
-    def _hook(self, module: Any, stepper: AsyncStepper) -> None:
-        if next(Module.parameters(module, recurse=False), None) is not None:
-            # A copy is made in this order, and is to meet a hook before the parameters.
-            vars(module)["_parameters"] = vars(module).pop("_parameters")
-            hook = _Hook(stepper, _synchronize)
-            self._handles.append(module.register_state_dict_pre_hook(hook))
-            self._handles.append(module.register_load_state_dict_pre_hook(hook))
-        if is_fsdp2(module):
-            hook = _Hook(stepper, _before_gather)
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-
     def _hook_root(self, root: Module, stepper: AsyncStepper) -> None:
         if root not in self._roots and not isinstance(root, torch.jit.ScriptModule):
             self._roots.add(root)
@@ -283,7 +264,7 @@ class SyncHooks:
 
     def _watch_compiled(self, stepper: AsyncStepper) -> None:
         """Compiled code checks the class of its parameters: its forward waits for all first."""
-        for model in list(self._models):
+        for model in [model for model, is_ours in self._models.items() if is_ours]:
             for module in model.modules():
                 if _is_compiled(module):
                     stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
@@ -304,9 +285,7 @@ class _Hook:
         run: what is done before the module is used.
     """
 
-    def __init__(
-        self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Module], object]
-    ) -> None:
+    def __init__(self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Any], object]) -> None:
         self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run
 
     def __reduce__(self) -> Any:
@@ -327,19 +306,14 @@ class _Hook:
             self._run(stepper, module)
 
 
-def _synchronize(stepper: AsyncStepper, _: Module) -> None:
-    """Before a state dict is made or loaded."""
-    stepper.synchronize()
-
-
 def _before_forward(stepper: AsyncStepper, module: Module) -> None:
     """Of a whole model, or of something compiled in it."""
-    if not is_replaying():  # with the window's own parameters
-        if _is_evaluated(module):
+    # A replay has the window's own parameters; a backward computes a forward anew.
+    if not is_replaying() and not is_in_backward():
+        if not (torch.is_grad_enabled() and module.training):
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
-        if not is_in_backward():
-            stepper.begin_forward()
+        stepper.begin_forward()
     if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
         stepper.finish_model()
 
@@ -373,11 +347,6 @@ def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable
         return call(*args, **kwargs)
 
     return waiting
-
-
-def _is_evaluated(module: Module) -> bool:
-    """Whether this forward is one of an evaluation, and not a backward's that computes it anew."""
-    return not (torch.is_grad_enabled() and module.training) and not is_in_backward()
 
 
 def _is_compiled(module: Module) -> bool:

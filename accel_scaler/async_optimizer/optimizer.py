@@ -92,23 +92,24 @@ class AsyncOptimizer(Optimizer):
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
+        self.defaults = optimizer.defaults
+        self.stepped_optimizer = optimizer
+        """The wrapped optimizer, under whose name a window knows it."""
         scaled = scaler is not None and scaler.is_enabled()
-        config = replace(config, enabled=scaled)
-        self._config, self._closed = config, False
+        self._config, self._closed = replace(config, enabled=scaled), False
         self._worker = Worker(config.optimizer_threads)
         device = parameters_of(optimizer)[0].device
-        names = None if scaler is None else scaler.parameter_names
         self._hooks = step_beside(
             optimizer,
-            config,
+            self._config,
             holder=self,
             worker=self._worker,
             device=device,
-            parameter_names=names,
+            parameter_names=None if scaler is None else scaler.parameter_names,
             guards_backward=not scaled,
         )
         self._stepper = self._hooks.stepper
-        self._hooks.owner = weakref.WeakMethod(self._give_way)
+        self._hooks.owner = weakref.WeakMethod(self._end)
         self._boundary: Boundary | None = None
         try:
             take_over([(optimizer, config.step_mode, self._stepper.replica.masters)])
@@ -126,11 +127,6 @@ class AsyncOptimizer(Optimizer):
 
     def _models(self) -> list[Module]:
         return [] if self.model is None else [self.model]
-
-    @property
-    def stepped_optimizer(self) -> Optimizer:
-        """The wrapped optimizer, under whose name a window knows it."""
-        return self.optimizer
 
     @property
     def _inside(self) -> bool:
@@ -154,11 +150,6 @@ class AsyncOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
 
     @property
     def timing(self) -> StepTiming | None:
@@ -316,12 +307,9 @@ class AsyncOptimizer(Optimizer):
         if self._closed:
             return
         self._forbid_inside("close")
-        self._end()
+        self._end(is_replaced=False)
 
-    def _give_way(self) -> None:
-        self._end(is_replaced=True)
-
-    def _end(self, is_replaced: bool = False) -> None:
+    def _end(self, is_replaced: bool = True) -> None:
         self._closed = True
         if self.scaler is not None:
             self.scaler.release(self.optimizer)

@@ -36,6 +36,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from ..errors import StepError
-from ..models import untraced
+from ..models import is_transformed, untraced
 from .compile_session import is_in_compiled_call
 from .streams import PartEvents
 
@@ -70,34 +71,13 @@ _METHODS = (
     *("element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
     *("get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
 )
-
-
-def _passive() -> frozenset[Any]:
-    """Operations that touch no element and so do not wait: those of ``zero_grad`` above all."""
-    found = {getattr(Tensor, name) for name in _METHODS}
-    for name in _ATTRIBUTES:
-        slot = getattr(Tensor, name, None)
-        for kind in ("__get__", "__set__", "__delete__"):
-            if hasattr(slot, kind):
-                found.add(getattr(slot, kind))
-    return frozenset(found)
-
-
-PASSIVE = _passive()
-
-
-class _PlainParameter(nn.Parameter):
-    """What a pending parameter returns as its ``__class__``. Called, it makes a parameter."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return nn.Parameter(*args, **kwargs)
-
-
-class _PlainGradient(Tensor):
-    """The same of a pending gradient. Called, it makes a tensor."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return Tensor(*args, **kwargs)
+_SLOTS = [getattr(Tensor, name, None) for name in _ATTRIBUTES]
+_ACCESSES = ("__get__", "__set__", "__delete__")
+PASSIVE: frozenset[Any] = frozenset(
+    [getattr(Tensor, name) for name in _METHODS]
+    + [getattr(slot, kind) for slot in _SLOTS for kind in _ACCESSES if hasattr(slot, kind)]
+)
+"""Operations that touch no element and so do not wait: those of ``zero_grad`` above all."""
 
 
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -110,13 +90,20 @@ class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
         return [c for c in order if c not in (Tensor, nn.Parameter)] if cls.is_made else order
 
 
-def _body_of(classes: Sequence[type], plain: type) -> dict[str, Any]:
+def _body_of(*classes: type) -> dict[str, Any]:
     """All attributes of ``classes``, for a class that has them not among its bases."""
+    plain: Any = classes[-1]
+
+    class Plain(plain):  # type: ignore[misc]
+        """What a pending tensor returns as its ``__class__``. Called, it makes a plain one."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)
 
     def class_of(self: Any) -> Any:
         _wait_for(self)
         # Not the real class: that is what the question began with, and the answer would be no.
-        return plain
+        return Plain
 
     def set_class(self: Any, cls: Any) -> None:
         _wait_for(self)
@@ -167,13 +154,13 @@ def _waiting(name: str) -> Any:
 class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
     """An ``nn.Parameter`` whose update may still be running on the optimizer thread."""
 
-    locals().update(_body_of([Tensor, nn.Parameter], _PlainParameter))
+    locals().update(_body_of(Tensor, nn.Parameter))
 
 
 class PendingGradient(Tensor, metaclass=_PendingMeta):
     """A gradient that the optimizer thread may still be reading; otherwise the same."""
 
-    locals().update(_body_of([Tensor], _PlainGradient))
+    locals().update(_body_of(Tensor))
 
 
 _PENDING_OF: dict[Any, Any] = {nn.Parameter: PendingParameter, Tensor: PendingGradient}
@@ -214,7 +201,7 @@ def _wait_for(t: Any, everywhere: bool = True) -> None:
         if hold is not None:
             hold.wait_for(t, everywhere)
         elif mark.follow(everywhere):
-            _release([t], mark, nn.Parameter)
+            _release([t], mark)
 
 
 def _take_back(tensors: Iterable[Any]) -> None:
@@ -232,20 +219,18 @@ def _hold(tensors: Sequence[Any], hold: object, cls: type) -> None:
         _consume(map(_CLASS.__set__, tensors, repeat(cls)))
 
 
-def _release(tensors: Iterable[Any], hold: object, cls: type) -> None:
-    """Those of ``tensors`` that wait for ``hold`` are of class ``cls`` again."""
+def _release(params: Iterable[Any], mark: object) -> None:
+    """Those of ``params`` that wait for ``mark`` are plain parameters again."""
     with _lock:
-        # Two parameters may have one gradient.
-        mine = {id(t): t for t in tensors if getattr(t, HOLD_KEY, None) is hold}.values()
-        _consume(map(_CLASS.__set__, mine, repeat(cls)))
+        # A group may have one twice.
+        mine = {id(p): p for p in params if getattr(p, HOLD_KEY, None) is mark}.values()
+        _consume(map(_CLASS.__set__, mine, repeat(nn.Parameter)))
         _consume(map(delattr, mine, repeat(HOLD_KEY)))
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Leave the transforms of ``torch.func``, which write to no captured parameter."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return temporarily_clear_interpreter_stack()
+    return temporarily_clear_interpreter_stack() if is_transformed() else nullcontext()
 
 
 def wait_for_parameters(params: Sequence[Tensor]) -> None:
@@ -260,26 +245,22 @@ def can_hold_parameters(params: Iterable[Tensor]) -> bool:
     return set(map(type, params)) <= {nn.Parameter, PendingParameter}
 
 
+@dataclass(slots=True, eq=False)
 class _Mark:
-    """What a pending parameter keeps: its hold, weakly, and the order of the device's work.
+    """What a pending parameter keeps: its hold, weakly, and the order of the device's work."""
 
-    Args:
-        fenced: the hold, where its fence has values that the parameter has not.
-    """
-
-    def __init__(
-        self, hold: ParameterHold, order: PartEvents | None, fenced: ParameterHold | None
-    ) -> None:
-        self.hold = weakref.ref(hold)
-        self.fenced, self._order = fenced, order
+    hold: weakref.ref[ParameterHold]
+    order: PartEvents | None
+    fenced: ParameterHold | None
+    """The hold, where its fence has values that the parameter has not."""
 
     def follow(self, everywhere: bool) -> bool:
         """The hold is gone with its optimizer: order uses after all that was enqueued. Returns
         whether the device is past it; ``everywhere`` waits for that."""
-        if self._order is None:
+        if self.order is None:
             return True
-        self._order.follow()
-        return self._order.is_past(wait=everywhere)
+        self.order.follow()
+        return self.order.is_past(wait=everywhere)
 
 
 class ParameterHold:
@@ -313,7 +294,7 @@ class ParameterHold:
         """How many of ``params``, from the first on."""
         self.was_traced = False
         """A compiled function has met one of the parameters while it was pending."""
-        self._mark = _Mark(self, order, None if fence is None else self)
+        self._mark = _Mark(weakref.ref(self), order, None if fence is None else self)
         wait_for_parameters(params)
         try:
             _hold(params, self._mark, PendingParameter)
@@ -327,29 +308,24 @@ class ParameterHold:
         Arguments as of ``_wait_for``.
         """
         with outside_transforms():
-            self._wait_for(p, everywhere)
-
-    def _wait_for(self, p: Tensor, everywhere: bool) -> None:
-        fence, part = self.fence, self.part_of[id(p)]
-        if is_in_compiled_call():
-            # It was compiled for plain parameters: each that is pending costs a compile, and from
-            # some number on dynamo runs the function uncompiled. So one is to be the last.
-            self.was_traced = everywhere = True
-            part = len(self.ends)
-        if fence is not None and fence():
-            return
-        try:
-            done = self._wait(part)
-        except StepError:
-            self.release()
-            raise
-        if fence is not None:
-            if everywhere:
-                _release([p], self._mark, nn.Parameter)
-            return
-        if self._order is not None and not self._order.is_past(part, wait=everywhere):
-            return
-        self.release(done)
+            fence, part = self.fence, self.part_of[id(p)]
+            if is_in_compiled_call():
+                # It was compiled for plain parameters: each that is pending costs a compile, and
+                # from some number on dynamo runs the function uncompiled. So one is to be the last.
+                self.was_traced = everywhere = True
+                part = len(self.ends)
+            if fence is not None and fence():
+                return
+            try:
+                done = self._wait(part)
+            except StepError:
+                self.release()
+                raise
+            if fence is not None:
+                if everywhere:
+                    _release([p], self._mark)
+            elif self._order is None or self._order.is_past(part, wait=everywhere):
+                self.release(done)
 
     def lift_fence(self) -> None:
         """A use waits for its part alone from now on."""
@@ -360,27 +336,23 @@ class ParameterHold:
         ready = len(self.ends) if parts is None else min(parts, len(self.ends))
         end = self.ends[ready - 1] if ready else 0
         with _lock:
-            _release(self.params[self._released : end], self._mark, nn.Parameter)
+            _release(self.params[self._released : end], self._mark)
             self._released = max(self._released, end)
 
 
+@dataclass(slots=True, eq=False)
 class GradientHold:
     """Gradients that the optimizer thread reads until a part of its task is done.
 
     Each of them refers to it, so that nothing keeps a gradient that its owner has dropped.
-
-    Args:
-        wait: called on the thread that uses one; raises ``StepError`` where the step was lost.
-        order: the parts on the device, where ``wait`` orders the present stream only.
-        part: the one that reads them.
     """
 
-    __slots__ = ("order", "part", "wait")
-
-    def __init__(
-        self, wait: Callable[[], object], order: PartEvents | None = None, part: int = 1
-    ) -> None:
-        self.wait, self.order, self.part = wait, order, part
+    wait: Callable[[], object]
+    """Called on the thread that uses one; raises ``StepError`` where the step was lost."""
+    order: PartEvents | None = None
+    """The parts on the device, where ``wait`` orders the present stream only."""
+    part: int = 1
+    """The one that reads them."""
 
 
 def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:

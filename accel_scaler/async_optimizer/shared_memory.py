@@ -6,8 +6,6 @@ Reads no element, and so waits for no update.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -40,14 +38,13 @@ def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
                 start = t.data_ptr()
                 found.append((str(t.device), start, start + length_of(t) * t.element_size(), i))
     groups: list[list[int]] = []
-    for _, mine in groupby(sorted(found), key=itemgetter(0)):
-        end = 0
-        for _, start, after, i in mine:
-            if start < end:
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-            end = max(end, after)
+    reached = "", 0
+    for device, start, after, i in sorted(found):
+        if (device, start) < reached:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        reached = max(reached, (device, after))
     return sorted(sorted(group) for group in groups if len(group) > 1)
 
 

@@ -51,8 +51,6 @@ def leave(stepper: AsyncStepper) -> None:
 
 def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
     """The other steppers of some of its parameters."""
-    if not stepper.shared:
-        return []
     return [e for e in _steppers if e is not stepper and e.shared & stepper.shared]
 
 

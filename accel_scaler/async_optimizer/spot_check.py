@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .arena import flat, is_dense
 from .master_params import ParameterPair
-from .shared_memory import length_of
 
 RUN, STRIDE = 16, 2048
 """Of each ``STRIDE`` elements of a large tensor ``RUN``, a cache line of a master, are compared."""
@@ -39,8 +39,7 @@ class SpotCheck:
         joinable: dict[object, list[ParameterPair]] = {}
         for pair in self._pairs:
             master, target = pair.stepped, pair.target
-            is_dense = target.numel() == length_of(target)  # fills its memory, in whatever order
-            if master.stride() == target.stride() and is_dense:
+            if master.stride() == target.stride() and is_dense(target):
                 is_large = target.numel() > MAX_WHOLE
                 kind = is_large, target.dtype, target.device, master.device
                 joinable.setdefault(kind, []).append(pair)
@@ -91,5 +90,5 @@ class _Samples:
 def _sample(t: Tensor) -> Tensor:
     """Elements of a dense tensor, in its memory's order: shape (n, RUN) of a large one, or (n,)."""
     if t.numel() <= MAX_WHOLE:
-        return t.as_strided((t.numel(),), (1,))
+        return flat(t)
     return t.as_strided((t.numel() // STRIDE, RUN), (STRIDE, 1))

@@ -45,7 +45,7 @@ know the events without the optimizer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,9 +62,14 @@ class SideStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._backend = streams = streams_of(device)
+        streams = streams_of(device)
+        self._backend: Any = streams
         """None: on a CPU, and where one queue keeps the order."""
+        self.copies_beside = streams is not None
+        """A copy to the host runs while this thread goes on."""
         self.device = device if streams is None else streams.device
+        self.is_host = streams is None and device.type == "cpu"
+        """The device's memory is the host's."""
         self.home: Any = None
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
@@ -89,7 +94,6 @@ class SideStreams:
         return self._record(stream)
 
     def _record(self, stream: Any) -> Any:
-        assert self._backend is not None
         with self._backend.on(stream):
             event = self._backend.event()
             event.record()
@@ -197,27 +201,24 @@ class SideStreams:
         Pinned where copies run beside the host; elsewhere one after the other in one buffer.
         Uninitialised.
         """
-        dtypes = [dtype or t.dtype for t in tensors]
+        kinds = [dtype or t.dtype for t in tensors]
         lengths = list(map(length_of, tensors))
         views: list[Tensor] = list(tensors)
-        for kind in dict.fromkeys(dtypes):
-            mine = [i for i, d in enumerate(dtypes) if d is kind]
-            for pack in (
-                packs([lengths[i] for i in mine]) if self.copies_beside else [range(len(mine))]
-            ):
-                chosen, start = [mine[i] for i in pack], 0
-                buffer = self._host_memory(sum(lengths[i] for i in chosen), kind)
-                for i in chosen:
-                    t = tensors[i]
-                    views[i] = buffer.as_strided(t.shape, t.stride(), start)
-                    start += lengths[i]
+        # Else another device would make the memory its own.
+        with self._backend.on(self._backend.current()) if self.copies_beside else nullcontext():
+            for kind in dict.fromkeys(kinds):
+                mine = [i for i, each in enumerate(kinds) if each is kind]
+                sizes = [lengths[i] for i in mine]
+                for pack in packs(sizes) if self.copies_beside else [range(len(mine))]:
+                    length, start = sum(sizes[i] for i in pack), 0
+                    buffer = torch.empty(
+                        length, dtype=kind, device="cpu", pin_memory=self.copies_beside
+                    )
+                    for i in pack:
+                        t = tensors[mine[i]]
+                        views[mine[i]] = buffer.as_strided(t.shape, t.stride(), start)
+                        start += sizes[i]
         return views
-
-    def _host_memory(self, length: int, dtype: torch.dtype) -> Tensor:
-        if self._backend is None:
-            return torch.empty(length, dtype=dtype, device="cpu")
-        with self._backend.on(self._backend.current()):  # or another device would make it its own
-            return torch.empty(length, dtype=dtype, device="cpu", pin_memory=True)
 
     def down(self, source: Tensor, host: Tensor) -> Any:
         """Copy to the host behind this thread's stream; returns the event of its end."""
@@ -235,16 +236,6 @@ class SideStreams:
         if staging is not None:
             host = staging.copy_(host)
         target.copy_(host, non_blocking=self._backend is not None)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the device's memory is the host's."""
-        return self._backend is None and self.device.type == "cpu"
-
-    @property
-    def copies_beside(self) -> bool:
-        """Whether a copy to the host runs while this thread goes on."""
-        return self._backend is not None
 
 
 class PartEvents:

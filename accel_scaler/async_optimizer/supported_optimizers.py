@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,13 +30,12 @@ WAY_OUT = (
 )
 
 
-def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
+_unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))
+
+
+def raw_step(cls: type[Optimizer]) -> Any:
     """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
-    step: Any = cls.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    result: Callable[..., Any] = step
-    return result
+    return _unhooked(cls.step)
 
 
 def is_known(cls: type[Optimizer]) -> bool:
@@ -62,9 +61,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     inner: Any = getattr(step, "__wrapped__" if by_scheduler else "__func__", None)
     if not by_scheduler and getattr(step, "__self__", None) is not optimizer:
         inner = None
-    while getattr(inner, "hooked", False):
-        inner = inner.__wrapped__
-    if inner is not raw_step(type(optimizer)):
+    if _unhooked(inner) is not raw_step(type(optimizer)):
         name = type(optimizer).__name__
         raise UnsupportedError(
             f"{name}: step was replaced on this instance, by {step!r}; the class's own is what "
@@ -79,9 +76,8 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     Args:
         masters: which of what is trained is stepped through float32 copies.
     """
-    cls = type(optimizer)
-    name = cls.__name__
-    closure = inspect.signature(raw_step(cls)).parameters.get("closure")
+    name = type(optimizer).__name__
+    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
             f"{name}.step() needs a closure: forward and backward run inside the step, and it "
@@ -121,17 +117,16 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "would be, too, and unscaling into those is not supported. Load the model in float32 "
             "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
         )
-    if masters.every or through:
-        others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
-        if others:
-            got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
-        elif len(set(map(id, through))) < len(through):
-            got = "has a parameter twice in one group, expected each once"
-        else:
-            return
-        raise UnsupportedError(
-            f"{name} {got}, and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
-        )
+    others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
+    if others:
+        got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
+    elif len(set(map(id, through))) < len(through):
+        got = "has a parameter twice in one group, expected each once"
+    else:
+        return
+    raise UnsupportedError(
+        f"{name} {got}, and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
+    )
 
 
 def refuse_overlap(optimizer: Optimizer, masters: MasterRule, names: ParameterNames) -> None:

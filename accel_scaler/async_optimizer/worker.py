@@ -190,7 +190,6 @@ class Worker:
         self.threads = default_threads() if threads == "auto" else int(threads)
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
-        self._finalizer: weakref.finalize[..., Worker] | None = None
 
     def submit(self, task: Task) -> None:
         """Run ``task`` after those submitted before.
@@ -215,8 +214,7 @@ class Worker:
     def stop(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Finish what was submitted and end the thread; a later task starts another."""
         thread, self.thread = self.thread, None
-        if thread is not None and self._finalizer is not None:
-            self._finalizer.detach()
+        if thread is not None:
             _join(thread, self._queue, limit_s)
 
     def _start(self) -> None:
@@ -233,8 +231,7 @@ class Worker:
         ready.wait(WAIT_LIMIT_S)
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
-        self._finalizer.atexit = False
+        weakref.finalize(self, self._queue.put, None).atexit = False
         atexit.unregister(_join_all)  # so that it comes before what was registered by now
         atexit.register(_join_all)
         _running[self.thread] = self._queue

@@ -11,7 +11,6 @@ from .boundary import (
     boundary_of as boundary_of,
 )
 from .fused_adam import (
-    AdamGroup as AdamGroup,
     call_adam as call_adam,
     is_plain as is_plain,
 )

@@ -71,6 +71,11 @@ def compiled() -> Any:
     return torch.compile(lambda x: x)
 
 
+def module() -> Any:
+    """A module."""
+    return nn.Linear(1, 1)
+
+
 def compiled_module() -> Any:
     """A module given to torch.compile."""
     return torch.compile(nn.Linear(1, 1))
@@ -126,15 +131,14 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_foreach_div_",
             "_foreach_add_",
             "_foreach_copy_",
-            "_foreach_add",
             "_foreach_addcdiv_",
             "_foreach_clamp_max_",
             "_foreach_clamp_min_",
             "_foreach_div",
-            "_foreach_mul",
-            "_foreach_sqrt",
+            "_foreach_sqrt_",
             "_fused_adam_",
             "_fused_adamw_",
+            "_fused_sgd_",
             "_C",
             "_compile",
             "_guards",
@@ -178,6 +182,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         fused_adam: ("_step_supports_amp_scaling",),
         fsdp_state: ("_states_to_forward_prefetch",),
         flattened: ("_fsdp_flattened",),
+        module: ("_buffers",),
         compiled_module: ("_orig_mod",),
         compiled: ("_torchdynamo_orig_callable",),
     },

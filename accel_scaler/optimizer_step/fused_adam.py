@@ -8,7 +8,7 @@ the same here, so are the results, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_, itemgetter
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def call_adam(
 
 
 class AdamGroup:
-    """The kernel's argument lists for one parameter group, or some parameters of one."""
+    """The kernel's argument lists for one parameter group."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.params: list[Tensor] = group["params"]
@@ -85,32 +85,17 @@ class AdamGroup:
         self.batches = [(places, one) for places, one in batches if places]
         """Indices of small and of large parameters, and whether one thread updates them."""
 
-    def call(
-        self,
-        group: dict[str, Any],
-        places: list[int],
-        grads: list[Tensor],
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Update the parameters at ``places``."""
-        whole = len(places) == len(self.known)
-
-        def pick(tensors: list[Tensor]) -> list[Tensor]:
-            return tensors if whole or not tensors else [tensors[i] for i in places]
-
-        lists = [pick(self.lists.get(key, [])) for key in KEYS]
-        call_adam(self.kind, group, [pick(self.known), pick(grads), *lists], grad_scale)
-
     def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
         """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
         self.counts.add_(1)
-        self.update(group, grads, grad_scale)
-
-    def update(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
-        """:meth:`step` where ``counts`` counts the step already."""
+        lists = [self.known, grads, *(self.lists.get(key, []) for key in KEYS)]
         for places, one_thread in self.batches:
+            if len(places) < len(self.known):
+                chosen = [[tensors[i] for i in places] if tensors else [] for tensors in lists]
+            else:
+                chosen = lists
             with run_on_one_thread(one_thread):
-                self.call(group, places, grads, grad_scale)
+                call_adam(self.kind, group, chosen, grad_scale)
 
     def takes(self, grads: list[Tensor]) -> bool:
         """Whether the gradients are laid out as the kernel expects, none missing."""
@@ -127,21 +112,11 @@ class AdamGroup:
             and bool(group["amsgrad"]) == self.amsgrad
             and len(self.params) == len(self.known)
             and all(map(is_, self.params, self.known))
-            and self._has_same_state()
-        )
-
-    def still_fits(self, group: dict[str, Any]) -> bool:
-        """Whether the settings still ask for the kernel, and the state is the same objects."""
-        return is_plain(group) and bool(group["amsgrad"]) == self.amsgrad and self._has_same_state()
-
-    def _has_same_state(self) -> bool:
-        try:
-            return all(
-                all(map(is_, map(itemgetter(key), self.states), tensors))
+            and all(
+                all(map(is_, map(methodcaller("get", key), self.states), tensors))
                 for key, tensors in self.lists.items()
             )
-        except KeyError:
-            return False
+        )
 
 
 class FusedAdam:

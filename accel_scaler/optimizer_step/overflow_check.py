@@ -189,31 +189,33 @@ class OverflowCheck:
         self._forbid_common(optimizer, stepper)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        grads = gradients_of(params)
+        norms: NormCheck | None = None
         if not self.checks:
-            self.note(optimizer, record, parameters_of(optimizer), NormCheck(None, ()))
-            return
-        if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
-            return
-        if stepper.keeps_scaled:
+            norms = NormCheck(None, ())
+        elif stepper.defers_unscale:
+            norms = self.one_pass([optimizer], params)
+        if norms is None and stepper.keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
                 "or on several devices; load the model in float32, or in bfloat16 with "
                 "master_weights='none'."
             )
-        if self.scaler.is_enabled():
+        if norms is None and self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
-        else:
-            self._look_at_unscaled(optimizer, record)
-
-    def _look_at_unscaled(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Check gradients of a loss that nothing has scaled; they stay as they are."""
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        grads = gradients_of(params)
-        if is_uniform(grads, LOW_PRECISION | {torch.float32}):
+            return
+        if norms is None and is_uniform(grads, LOW_PRECISION | {torch.float32}):
             norms = check_norms(grads, self.inv_scale(grads[0].device), self.wants_each_norm)
-        else:
+        elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
+        if self.scaler.is_enabled():
+            inv_scale = self.inv_scale(grads[0].device)
+            if self.divides(stepper):
+                record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
+            else:
+                record.deferred = DeferredUnscale(multiply=inv_scale)
 
     def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
@@ -231,24 +233,6 @@ class OverflowCheck:
                 "fold_unscale. Put the shared parameters in one optimizer, or load the model in "
                 "float32; zero the gradients to go on."
             )
-
-    def _look_at_scaled(
-        self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper
-    ) -> bool:
-        """Check without unscaling, which is deferred. False: these gradients do not allow it."""
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        norms = self.one_pass([optimizer], params)
-        if norms is None:
-            return False
-        self.note(optimizer, record, params, norms)
-        if not self.scaler.is_enabled():
-            return True
-        inv_scale = self.inv_scale(gradients_of(params)[0].device)
-        if self.divides(stepper):
-            record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
-        else:
-            record.deferred = DeferredUnscale(multiply=inv_scale)
-        return True
 
     def inv_scale(self, device: torch.device) -> Tensor:
         inverse = reciprocal(self.scaler.window_scale)

@@ -307,14 +307,6 @@ class OverflowCheck:
         if record is not None and (record.returned is None or Snapshot(params).is_zero):
             self.scaler.window.forget(optimizer)
 
-    def pass_whole(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """A norm of these, which nothing has scaled, was finite: the check of their optimizer, if
-        it has no other gradients."""
-        record = self.scaler.record_of(optimizer)
-        count = sum(p.grad is not None for p in parameters_of(optimizer))
-        if record.stage is OptState.READY and count == len(parameters):
-            self.note(optimizer, record, parameters, NormCheck(None, ()))
-
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
         """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.
 
@@ -322,16 +314,12 @@ class OverflowCheck:
             returned: the caller gets them back before the step. Then on a CPU only: elsewhere the
                 saving was not measured.
         """
-        mine, managed = stepper.optimizer, self.scaler.managed
-        if not stepper.divides:
+        mine = stepper.optimizer
+        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
             return False
-        if returned and parameters_of(mine)[0].device.type != "cpu":
-            return False
-        if len(managed) <= 1:
-            return True
-        own = set(map(id, parameters_of(mine)))
-        others = (p for other in managed if other is not mine for p in parameters_of(other))
-        return own.isdisjoint(map(id, others))
+        others = [other for other in self.scaler.managed if other is not mine]
+        own = set(map(id, parameters_of(mine))) if others else set()
+        return own.isdisjoint(id(p) for other in others for p in parameters_of(other))
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         """Do in place what is deferred, for a caller who reads unscaled gradients.

@@ -705,11 +705,20 @@ class GradScaler(torch.amp.GradScaler):
             self.window.record(optimizer).carried_over = why
 
     def _start_over_where_dropped(self, window: Window) -> None:
-        """Forget optimizers whose unscaled gradients are gone, on every rank alike."""
-        for optimizer, kept in window.scaled_again(self.managed):
-            params = parameters_of(optimizer)
-            if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
-                window.forget(optimizer)
+        """Forget optimizers whose unscaled gradients are gone or zero (a batch was dropped after a
+        look at its norm), on every rank alike; remember others': scaled ones must not be added.
+
+        In a plain loop, without a boundary, that is left to the caller, as in torch.
+        """
+        for optimizer in self.managed:
+            record, params = window.known(optimizer), parameters_of(optimizer)
+            if record is not None and record.carried_over and Snapshot(params).is_zero:
+                record.carried_over = ""
+            if record is not None and record.stage is OptState.UNSCALED:
+                before = record.unscaled_before = Snapshot(params)
+                sharded = self.sharded or is_sharded(params)
+                if not agree_on_overflow(not before.is_zero, params[0].device, sharded):
+                    window.forget(optimizer)
 
     # State.
 

@@ -83,27 +83,23 @@ class Clipping:
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
-        if not (is_checked and (is_scaled or sharded or is_later)):
-            checked = parts if is_checked else ()
-            total = self._clip_unscaled(parameters, max_norm, norm_type, checked)
-            for owner, mine, record in parts:
-                check.give_back(owner, record, mine)
-            return total
-        for owner, mine, record in parts:
+        checks_first = is_checked and (is_scaled or sharded or is_later)
+        for owner, mine, record in parts if checks_first else ():
             check.check(owner, record)
             if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
                 record.deferred = DeferredUnscale(multiply=check.inv_scale(mine[0].device))
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if any(record.found_inf for _, _, record in parts):
+        if checks_first and any(record.found_inf for _, _, record in parts):
             for _, _, record in parts:
                 record.verdict = True
-            return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
+            return torch.full((), inf, dtype=torch.float32, device=self.device)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
-            total = self._clip_unscaled(parameters, max_norm, norm_type)
+            unchecked = parts if is_checked and not checks_first else ()
+            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked)
         for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total

@@ -67,13 +67,11 @@ class AdamGroup:
         self.states = [optimizer.state[p] for p in self.known]
         # One buffer, so that one addition counts the step for all; each entry is a view.
         steps = [state["step"] for state in self.states]
-        self.counts = (
-            torch.stack(steps) if steps else torch.zeros(0, dtype=torch.float32, device="cpu")
-        )
+        self.counts = torch.stack(steps)
         for state, count in zip(self.states, self.counts.unbind(), strict=True):
             state["step"] = count
         self.strides = list(map(Tensor.stride, self.known))
-        self.device = self.known[0].get_device() if self.known else -1
+        self.device = self.known[0].get_device()
         self.amsgrad = bool(group["amsgrad"])
         self.kind = type(optimizer)
         keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
@@ -122,10 +120,10 @@ class AdamGroup:
 class FusedAdam:
     """A plan for one ``Adam`` or ``AdamW`` with ``fused=True``; made anew when out of date."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
         self.state = optimizer.state
         self.entries = list(optimizer.state.values())
-        self.groups = [AdamGroup(optimizer, group) for group in optimizer.param_groups]
+        self.groups = [AdamGroup(optimizer, group) for group in groups]
 
     @staticmethod
     def applies(optimizer: Optimizer) -> bool:
@@ -145,17 +143,14 @@ class FusedAdam:
             and all(map(is_plain, optimizer.param_groups))
         )
 
-    def is_current(self, optimizer: Optimizer) -> bool:
+    def is_current(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the lists are still the optimizer's."""
         return (
             optimizer.state is self.state
             and len(optimizer.state) == len(self.entries)
             and all(map(is_, optimizer.state.values(), self.entries))
-            and len(self.groups) == len(optimizer.param_groups)
-            and all(
-                mine.is_current(group)
-                for mine, group in zip(self.groups, optimizer.param_groups, strict=True)
-            )
+            and len(self.groups) == len(groups)
+            and all(mine.is_current(own) for mine, own in zip(self.groups, groups, strict=True))
         )
 
 
@@ -175,7 +170,7 @@ def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Every parameter is a float32 one of one device, has state laid out as it is, and is there
     once: a second time its steps would be counted apart."""
     params: list[Tensor] = group["params"]
-    return not params or (
+    return (
         is_uniform([p.detach() for p in params])
         and all(optimizer.state.get(p) for p in params)
         and not any(laid_out_otherwise(p, optimizer.state) for p in params)
@@ -194,17 +189,17 @@ def step_fused(
 
     Returns the plan to keep for the next call.
     """
+    groups = [group for group in optimizer.param_groups if group["params"]]
     if not FusedAdam.applies(optimizer):
         plan = None
-    elif plan is None or not plan.is_current(optimizer):
-        ready = all(_ready(optimizer, group) for group in optimizer.param_groups)
-        plan = FusedAdam(optimizer) if ready else None
+    elif plan is None or not plan.is_current(optimizer, groups):
+        ready = all(_ready(optimizer, group) for group in groups)
+        plan = FusedAdam(optimizer, groups) if ready else None
     if plan is not None:
-        groups, its = optimizer.param_groups, plan.groups
         grads: list[Any] = [[p.grad for p in group["params"]] for group in groups]
-        if all(mine.takes(own) for mine, own in zip(its, grads, strict=True) if mine.known):
+        if all(mine.takes(own) for mine, own in zip(plan.groups, grads, strict=True)):
             with torch.no_grad():
-                for mine, group, own in zip(its, groups, grads, strict=True):
+                for mine, group, own in zip(plan.groups, groups, grads, strict=True):
                     mine.step(group, own, grad_scale)
             # What an LR scheduler's wrapper of step() sets.
             optimizer._opt_called = True  # type: ignore[attr-defined]

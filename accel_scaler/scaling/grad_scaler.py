@@ -243,10 +243,9 @@ class GradScaler(torch.amp.GradScaler):
                     "float32 (model.float()) and let autocast run it in float16."
                 )
         flags = unscale_in_place(params, inv_scale, found_inf)
-        for p in filter(has_nonfinite_gradient, shared):
-            assert p.grad is not None
-            flags[p.grad.device] = torch.ones((), dtype=torch.float32, device=p.grad.device)
-        if shared and not flags:
+        if any(map(has_nonfinite_gradient, shared)):
+            flags[found_inf.device] = torch.ones_like(found_inf)
+        elif shared and not flags:
             flags[found_inf.device] = found_inf
         return flags
 

@@ -41,10 +41,6 @@ from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
 
-_TRANSIENT = (
-    *("_windows", "_live", "_mirror", "_lock", "_known", "_leaves", "_managed", "_follower"),
-    "_scale",
-)
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -500,10 +496,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._mirror.write(live, tracker, (state.scale, state.growth_tracker))
 
     def get_scale(self) -> float:
-        """The scale as a float; 1.0 if disabled; in a bound job, its window's.
-
-        Synchronises if the last update ran on the device.
-        """
+        """The scale as a float; 1.0 if disabled; in a bound job, its window's. Synchronises if the
+        last update ran on the device."""
         if self._enabled and self._windows.bound is None:
             return self.read_state().scale
         return super().get_scale()
@@ -785,7 +779,9 @@ class GradScaler(torch.amp.GradScaler):
         # What is known of a window that has been stepped may be left behind.
         with self._windows.inside(Window() if self.window.closed else None):
             state = super().__getstate__()
-        return {key: value for key, value in state.items() if key not in _TRANSIENT}
+        made = GradScaler.__new__(GradScaler)
+        made._make_transient()
+        return {key: value for key, value in state.items() if key not in {"_scale", *vars(made)}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()

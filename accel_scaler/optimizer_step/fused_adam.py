@@ -62,8 +62,7 @@ class AdamGroup:
     """The kernel's argument lists for one parameter group."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self.params: list[Tensor] = group["params"]
-        self.known = list(self.params)
+        self.known: list[Tensor] = list(group["params"])
         self.states = [optimizer.state[p] for p in self.known]
         # One buffer, so that one addition counts the step for all; each entry is a view.
         steps = [state["step"] for state in self.states]
@@ -106,10 +105,9 @@ class AdamGroup:
     def is_current(self, group: dict[str, Any]) -> bool:
         """Whether parameters and state are still the same objects."""
         return (
-            group["params"] is self.params
-            and bool(group["amsgrad"]) == self.amsgrad
-            and len(self.params) == len(self.known)
-            and all(map(is_, self.params, self.known))
+            bool(group["amsgrad"]) == self.amsgrad
+            and len(group["params"]) == len(self.known)
+            and all(map(is_, group["params"], self.known))
             and all(
                 all(map(is_, map(methodcaller("get", key), self.states), tensors))
                 for key, tensors in self.lists.items()

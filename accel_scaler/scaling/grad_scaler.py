@@ -647,10 +647,8 @@ class GradScaler(torch.amp.GradScaler):
             self._next_window()
 
     def manage(self, optimizer: Optimizer, stepper: Any) -> None:
-        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly.
-
-        Synchronises with the device where there are gradients and no loss was scaled.
-        """
+        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly. Synchronises
+        with the device where there are gradients and no loss was scaled."""
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
         self._managed[optimizer] = weakref.ref(stepper)

@@ -61,10 +61,8 @@ class ThreadWindows:
             self._local.window, self._local.stepping = outer
 
     def to_step(self) -> Window | None:
-        """The window meant by an unscale or a step on this thread; None: the open one.
-
-        Between windows another thread still works on the last one, whose gradients it holds.
-        """
+        """The window meant by an unscale or a step on this thread; None: the open one. Between
+        windows another thread still works on the last one, whose gradients it holds."""
         if self.bound is not None:
             return self.bound
         if self.open.closed:

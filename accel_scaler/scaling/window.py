@@ -33,10 +33,8 @@ def stepped(optimizer: Any) -> Any:
 
 
 class Snapshot:
-    """Which gradients these parameters had, and their versions, to see what has changed since.
-
-    An edit through ``.grad.data`` has no new version, so it is not seen.
-    """
+    """Which gradients these parameters had, and their versions, to see what has changed since. An
+    edit through ``.grad.data`` has no new version, so it is not seen."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._entries: dict[int, tuple[Tensor, Tensor | None, int]] = {}

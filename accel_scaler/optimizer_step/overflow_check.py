@@ -261,11 +261,10 @@ class OverflowCheck:
         record: OptimizerRecord,
         params: Sequence[Tensor],
         norms: NormCheck,
-        is_clip: bool = False,
     ) -> None:
         """Write what one pass has found to the record, where ``GradScaler`` reads it too."""
         found, device = bool(norms.overflowed), params[0].device if params else self.device
-        if norms.total is not None and not is_clip:
+        if norms.total is not None:
             self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
         record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
         record["found_inf_per_device"] = {

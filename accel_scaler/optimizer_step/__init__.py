@@ -6,14 +6,8 @@ it learns it writes to the window; each :class:`Observer` receives the events. I
 thread, no Accelerate and no telemetry: what steps later is a Stepper like any other.
 """
 
-from .boundary import (
-    Boundary as Boundary,
-    boundary_of as boundary_of,
-)
-from .fused_adam import (
-    call_adam as call_adam,
-    is_plain as is_plain,
-)
+from .boundary import Boundary as Boundary, boundary_of as boundary_of
+from .fused_adam import call_adam as call_adam, is_plain as is_plain
 from .observer import Observer as Observer
 from .stepper import (
     ATTRIBUTE as ATTRIBUTE,

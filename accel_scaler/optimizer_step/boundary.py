@@ -119,10 +119,8 @@ class Boundary:
             observer.before_backward(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Check and unscale each optimizer that has gradients, once a window.
-
-        Returns whether any of them overflowed. Synchronises with the device.
-        """
+        """Check and unscale each optimizer that has gradients, once a window. Returns whether any
+        of them overflowed. Synchronises with the device."""
         found = False
         for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
             record = self.check.check(optimizer)
@@ -204,10 +202,8 @@ class Boundary:
     def _close(
         self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper
     ) -> None:
-        """Update the scale, then the parameters or not.
-
-        The window is closed before the step begins: after an interrupt the next one is new.
-        """
+        """Update the scale, then the parameters or not. The window is closed before the step
+        begins: after an interrupt the next one is new."""
         timing = None
         self.scaler.close_window(record.found_inf, record.is_spike)
         record.stage = OptState.STEPPED
@@ -228,9 +224,7 @@ class Boundary:
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.
-
-        ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some.
-        """
+        ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some."""
         if any(map(nonzero, gradients_of(parameters_of(optimizer)))):
             raise OrderError(
                 f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..scaling import (
     DeferredUnscale,
     GradNorm,
+    NormCheck,
     OptimizerRecord,
     clip_coefficient,
     gradients_of,
@@ -82,27 +83,23 @@ class Clipping:
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
-        if not (is_checked and (is_scaled or sharded or is_later)):
-            checked = parts if is_checked else ()
-            total = self._clip_unscaled(parameters, max_norm, norm_type, checked)
-            for owner, mine, record in parts:
-                check.give_back(owner, record, mine)
-            return total
-        for owner, mine, record in parts:
+        checks_first = is_checked and (is_scaled or sharded or is_later)
+        for owner, mine, record in parts if checks_first else ():
             check.check(owner, record)
             if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
                 record.deferred = DeferredUnscale(multiply=check.inv_scale(mine[0].device))
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if any(record.found_inf for _, _, record in parts):
+        if checks_first and any(record.found_inf for _, _, record in parts):
             for _, _, record in parts:
                 record.verdict = True
-            return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
+            return torch.full((), inf, dtype=torch.float32, device=self.device)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
-            total = self._clip_unscaled(parameters, max_norm, norm_type)
+            unchecked = parts if is_checked and not checks_first else ()
+            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked)
         for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total
@@ -165,11 +162,13 @@ class Clipping:
                 record.verdict = True
             return torch.full((), inf, dtype=torch.float32, device=self.device)
         _multiply(parameters, max_norm, norm)
-        for owner, mine, _ in parts:
-            if is_fine and norm_type > 0:
-                self._check.pass_whole(owner, mine)
-            else:  # the product may have made NaN of them
+        for owner, mine, record in parts:
+            if not is_fine or norm_type <= 0:  # the product may have made NaN of them
                 self._check.forget(owner)
+                continue
+            count = len(gradients_of(parameters_of(owner)))
+            if record.stage is OptState.READY and count == len(mine):  # it has no others
+                self._check.note(owner, record, mine, NormCheck(None, ()))
         self._note(GradNorm(parameters, total, each, max_norm, norm_type=norm_type))
         return total
 
@@ -177,23 +176,19 @@ class Clipping:
         self, parts: Parts, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip gradients that stay scaled, in float32 within their step. Does not synchronise."""
-        clipped: list[tuple[DeferredUnscale | None, list[Tensor]]] = []
-        taken: set[int] = set()
-        for _, mine, record in parts:
-            chosen = [p for p in mine if p.grad is not None and id(p) not in taken]
-            taken.update(map(id, chosen))  # a shared one is clipped once
-            clipped.append((record.deferred or None, chosen))
-        found = {
-            id(p): norm
-            for deferred, mine in clipped
-            for p, norm in zip(mine, _norms(mine, norm_type, deferred), strict=True)
-        }
+        clipped: list[tuple[DeferredUnscale, list[Tensor]]] = []
+        found: dict[int, Tensor] = {}
+        for _, mine, record in parts:  # a shared one is clipped once
+            chosen = [p for p in mine if p.grad is not None and id(p) not in found]
+            norms = _norms(chosen, norm_type, record.deferred)
+            found.update(zip(map(id, chosen), norms, strict=True))
+            clipped.append((record.deferred, chosen))
         # In the order given, as torch adds them up.
         norms = [found[id(p)] for p in parameters if id(p) in found]
         total = norm_of(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
         for deferred, mine in clipped:
-            if deferred is not None:
+            if deferred:
                 deferred.clip(mine, coefficient)
             elif mine:
                 torch._foreach_mul_(gradients_of(mine), coefficient)
@@ -243,11 +238,11 @@ class Clipping:
 
 
 def _norms(
-    parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale | None = None
+    parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale
 ) -> list[Tensor]:
     """The norm of each gradient, with what is ``deferred`` done to it, float32, shape ()."""
     grads = gradients_of(parameters)
-    if deferred is None or norm_type == 0 or not grads:  # 0: a count
+    if not deferred or norm_type == 0 or not grads:  # 0: a count
         return [norm_of(grad, norm_type) for grad in grads]
     factors = deferred.factors(parameters)
     if 2.0 < norm_type < inf:  # a power of what is still scaled may be past float32

@@ -8,7 +8,7 @@ the same here, so are the results, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_, itemgetter
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -59,21 +59,18 @@ def call_adam(
 
 
 class AdamGroup:
-    """The kernel's argument lists for one parameter group, or some parameters of one."""
+    """The kernel's argument lists for one parameter group."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self.params: list[Tensor] = group["params"]
-        self.known = list(self.params)
+        self.known: list[Tensor] = list(group["params"])
         self.states = [optimizer.state[p] for p in self.known]
         # One buffer, so that one addition counts the step for all; each entry is a view.
         steps = [state["step"] for state in self.states]
-        self.counts = (
-            torch.stack(steps) if steps else torch.zeros(0, dtype=torch.float32, device="cpu")
-        )
+        self.counts = torch.stack(steps)
         for state, count in zip(self.states, self.counts.unbind(), strict=True):
             state["step"] = count
         self.strides = list(map(Tensor.stride, self.known))
-        self.device = self.known[0].get_device() if self.known else -1
+        self.device = self.known[0].get_device()
         self.amsgrad = bool(group["amsgrad"])
         self.kind = type(optimizer)
         keys = ["exp_avg", "exp_avg_sq", "step"] + ["max_exp_avg_sq"] * self.amsgrad
@@ -85,32 +82,17 @@ class AdamGroup:
         self.batches = [(places, one) for places, one in batches if places]
         """Indices of small and of large parameters, and whether one thread updates them."""
 
-    def call(
-        self,
-        group: dict[str, Any],
-        places: list[int],
-        grads: list[Tensor],
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Update the parameters at ``places``."""
-        whole = len(places) == len(self.known)
-
-        def pick(tensors: list[Tensor]) -> list[Tensor]:
-            return tensors if whole or not tensors else [tensors[i] for i in places]
-
-        lists = [pick(self.lists.get(key, [])) for key in KEYS]
-        call_adam(self.kind, group, [pick(self.known), pick(grads), *lists], grad_scale)
-
     def step(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
         """Update every parameter; ``group`` has the hyperparameters. Does not synchronise."""
         self.counts.add_(1)
-        self.update(group, grads, grad_scale)
-
-    def update(self, group: dict[str, Any], grads: list[Tensor], grad_scale: Tensor | None) -> None:
-        """:meth:`step` where ``counts`` counts the step already."""
+        lists = [self.known, grads, *(self.lists.get(key, []) for key in KEYS)]
         for places, one_thread in self.batches:
+            if len(places) < len(self.known):
+                chosen = [[tensors[i] for i in places] if tensors else [] for tensors in lists]
+            else:
+                chosen = lists
             with run_on_one_thread(one_thread):
-                self.call(group, places, grads, grad_scale)
+                call_adam(self.kind, group, chosen, grad_scale)
 
     def takes(self, grads: list[Tensor]) -> bool:
         """Whether the gradients are laid out as the kernel expects, none missing."""
@@ -123,34 +105,23 @@ class AdamGroup:
     def is_current(self, group: dict[str, Any]) -> bool:
         """Whether parameters and state are still the same objects."""
         return (
-            group["params"] is self.params
-            and bool(group["amsgrad"]) == self.amsgrad
-            and len(self.params) == len(self.known)
-            and all(map(is_, self.params, self.known))
-            and self._has_same_state()
-        )
-
-    def still_fits(self, group: dict[str, Any]) -> bool:
-        """Whether the settings still ask for the kernel, and the state is the same objects."""
-        return is_plain(group) and bool(group["amsgrad"]) == self.amsgrad and self._has_same_state()
-
-    def _has_same_state(self) -> bool:
-        try:
-            return all(
-                all(map(is_, map(itemgetter(key), self.states), tensors))
+            bool(group["amsgrad"]) == self.amsgrad
+            and len(group["params"]) == len(self.known)
+            and all(map(is_, group["params"], self.known))
+            and all(
+                all(map(is_, map(methodcaller("get", key), self.states), tensors))
                 for key, tensors in self.lists.items()
             )
-        except KeyError:
-            return False
+        )
 
 
 class FusedAdam:
     """A plan for one ``Adam`` or ``AdamW`` with ``fused=True``; made anew when out of date."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
         self.state = optimizer.state
         self.entries = list(optimizer.state.values())
-        self.groups = [AdamGroup(optimizer, group) for group in optimizer.param_groups]
+        self.groups = [AdamGroup(optimizer, group) for group in groups]
 
     @staticmethod
     def applies(optimizer: Optimizer) -> bool:
@@ -170,17 +141,14 @@ class FusedAdam:
             and all(map(is_plain, optimizer.param_groups))
         )
 
-    def is_current(self, optimizer: Optimizer) -> bool:
+    def is_current(self, optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether the lists are still the optimizer's."""
         return (
             optimizer.state is self.state
             and len(optimizer.state) == len(self.entries)
             and all(map(is_, optimizer.state.values(), self.entries))
-            and len(self.groups) == len(optimizer.param_groups)
-            and all(
-                mine.is_current(group)
-                for mine, group in zip(self.groups, optimizer.param_groups, strict=True)
-            )
+            and len(self.groups) == len(groups)
+            and all(mine.is_current(own) for mine, own in zip(self.groups, groups, strict=True))
         )
 
 
@@ -200,7 +168,7 @@ def _ready(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Every parameter is a float32 one of one device, has state laid out as it is, and is there
     once: a second time its steps would be counted apart."""
     params: list[Tensor] = group["params"]
-    return not params or (
+    return (
         is_uniform([p.detach() for p in params])
         and all(optimizer.state.get(p) for p in params)
         and not any(laid_out_otherwise(p, optimizer.state) for p in params)
@@ -219,17 +187,17 @@ def step_fused(
 
     Returns the plan to keep for the next call.
     """
+    groups = [group for group in optimizer.param_groups if group["params"]]
     if not FusedAdam.applies(optimizer):
         plan = None
-    elif plan is None or not plan.is_current(optimizer):
-        ready = all(_ready(optimizer, group) for group in optimizer.param_groups)
-        plan = FusedAdam(optimizer) if ready else None
+    elif plan is None or not plan.is_current(optimizer, groups):
+        ready = all(_ready(optimizer, group) for group in groups)
+        plan = FusedAdam(optimizer, groups) if ready else None
     if plan is not None:
-        groups, its = optimizer.param_groups, plan.groups
         grads: list[Any] = [[p.grad for p in group["params"]] for group in groups]
-        if all(mine.takes(own) for mine, own in zip(its, grads, strict=True) if mine.known):
+        if all(mine.takes(own) for mine, own in zip(plan.groups, grads, strict=True)):
             with torch.no_grad():
-                for mine, group, own in zip(its, groups, grads, strict=True):
+                for mine, group, own in zip(plan.groups, groups, grads, strict=True):
                     mine.step(group, own, grad_scale)
             # What an LR scheduler's wrapper of step() sets.
             optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -189,31 +189,33 @@ class OverflowCheck:
         self._forbid_common(optimizer, stepper)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
+        params = [p for p in parameters_of(optimizer) if p.grad is not None]
+        grads = gradients_of(params)
+        norms: NormCheck | None = None
         if not self.checks:
-            self.note(optimizer, record, parameters_of(optimizer), NormCheck(None, ()))
-            return
-        if stepper.defers_unscale and self._look_at_scaled(optimizer, record, stepper):
-            return
-        if stepper.keeps_scaled:
+            norms = NormCheck(None, ())
+        elif stepper.defers_unscale:
+            norms = self.one_pass([optimizer], params)
+        if norms is None and stepper.keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
                 "or on several devices; load the model in float32, or in bfloat16 with "
                 "master_weights='none'."
             )
-        if self.scaler.is_enabled():
+        if norms is None and self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
-        else:
-            self._look_at_unscaled(optimizer, record)
-
-    def _look_at_unscaled(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Check gradients of a loss that nothing has scaled; they stay as they are."""
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        grads = gradients_of(params)
-        if is_uniform(grads, LOW_PRECISION | {torch.float32}):
+            return
+        if norms is None and is_uniform(grads, LOW_PRECISION | {torch.float32}):
             norms = check_norms(grads, self.inv_scale(grads[0].device), self.wants_each_norm)
-        else:
+        elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
+        if self.scaler.is_enabled():
+            inv_scale = self.inv_scale(grads[0].device)
+            if self.divides(stepper):
+                record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
+            else:
+                record.deferred = DeferredUnscale(multiply=inv_scale)
 
     def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
@@ -231,24 +233,6 @@ class OverflowCheck:
                 "fold_unscale. Put the shared parameters in one optimizer, or load the model in "
                 "float32; zero the gradients to go on."
             )
-
-    def _look_at_scaled(
-        self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper
-    ) -> bool:
-        """Check without unscaling, which is deferred. False: these gradients do not allow it."""
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        norms = self.one_pass([optimizer], params)
-        if norms is None:
-            return False
-        self.note(optimizer, record, params, norms)
-        if not self.scaler.is_enabled():
-            return True
-        inv_scale = self.inv_scale(gradients_of(params)[0].device)
-        if self.divides(stepper):
-            record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
-        else:
-            record.deferred = DeferredUnscale(multiply=inv_scale)
-        return True
 
     def inv_scale(self, device: torch.device) -> Tensor:
         inverse = reciprocal(self.scaler.window_scale)
@@ -277,11 +261,10 @@ class OverflowCheck:
         record: OptimizerRecord,
         params: Sequence[Tensor],
         norms: NormCheck,
-        is_clip: bool = False,
     ) -> None:
         """Write what one pass has found to the record, where ``GradScaler`` reads it too."""
         found, device = bool(norms.overflowed), params[0].device if params else self.device
-        if norms.total is not None and not is_clip:
+        if norms.total is not None:
             self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
         record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
         record["found_inf_per_device"] = {
@@ -323,14 +306,6 @@ class OverflowCheck:
         if record is not None and (record.returned is None or Snapshot(params).is_zero):
             self.scaler.window.forget(optimizer)
 
-    def pass_whole(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        """A norm of these, which nothing has scaled, was finite: the check of their optimizer, if
-        it has no other gradients."""
-        record = self.scaler.record_of(optimizer)
-        count = sum(p.grad is not None for p in parameters_of(optimizer))
-        if record.stage is OptState.READY and count == len(parameters):
-            self.note(optimizer, record, parameters, NormCheck(None, ()))
-
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
         """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.
 
@@ -338,16 +313,12 @@ class OverflowCheck:
             returned: the caller gets them back before the step. Then on a CPU only: elsewhere the
                 saving was not measured.
         """
-        mine, managed = stepper.optimizer, self.scaler.managed
-        if not stepper.divides:
+        mine = stepper.optimizer
+        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
             return False
-        if returned and parameters_of(mine)[0].device.type != "cpu":
-            return False
-        if len(managed) <= 1:
-            return True
-        own = set(map(id, parameters_of(mine)))
-        others = (p for other in managed if other is not mine for p in parameters_of(other))
-        return own.isdisjoint(map(id, others))
+        others = [other for other in self.scaler.managed if other is not mine]
+        own = set(map(id, parameters_of(mine))) if others else set()
+        return own.isdisjoint(id(p) for other in others for p in parameters_of(other))
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         """Do in place what is deferred, for a caller who reads unscaled gradients.

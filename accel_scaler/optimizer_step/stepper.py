@@ -62,7 +62,8 @@ class Stepper(ABC):
     @property
     def divides(self) -> bool:
         """Its kernel divides gradients by ``grad_scale``."""
-        return self.fold_unscale and takes_grad_scale(self.optimizer) and not self.has_pre_hooks
+        takes_grad_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        return self.fold_unscale and takes_grad_scale and not self.has_pre_hooks
 
     @property
     def has_pre_hooks(self) -> bool:
@@ -110,17 +111,12 @@ class InlineStepper(Stepper):
         """One update. ``deferred`` may only hold what the kernel divides by."""
         optimizer, start = self.optimizer, time.perf_counter()
         assert deferred is None or deferred.multiply is None
-        if takes_grad_scale(optimizer):
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
             divide = None if deferred is None else deferred.divide
             self._plan = step_fused(optimizer, self._plan, divide)
         else:
             optimizer.step()
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
-
-
-def takes_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether its kernel divides gradients by ``grad_scale`` itself."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 ATTRIBUTE = "_accel_scaler_stepper"

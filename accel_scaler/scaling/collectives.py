@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
-    """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel.
-
-    They are DTensors then.
-    """
+    """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel. They
+    are DTensors then."""
     return any(hasattr(p, "placements") for p in parameters)
 
 
@@ -76,9 +74,7 @@ def gather_objects(value: T, device: torch.device) -> list[T]:
 
 
 def whole(t: Any) -> Tensor:
-    """A DTensor's elements from all ranks, as a plain tensor; others as they are.
-
-    Communicates if ``t`` is a DTensor.
-    """
+    """A DTensor's elements from all ranks, as a plain tensor; others as they are. Communicates if
+    ``t`` is a DTensor."""
     full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
     return full

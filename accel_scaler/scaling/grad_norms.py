@@ -44,9 +44,8 @@ class GradNorm:
     @property
     def coefficient(self) -> float:
         """What the clip multiplied by: ``min(1, max_norm / (norm + 1e-6))``."""
-        return (
-            1.0 if self.max_norm is None else min(1.0, self.max_norm / (float(self.total) + 1e-6))
-        )
+        limit = math.inf if self.max_norm is None else self.max_norm
+        return min(1.0, limit / (float(self.total) + 1e-6))
 
 
 class GradNorms:
@@ -67,9 +66,8 @@ class GradNorms:
 
     def add(self, new: GradNorm) -> None:
         """Add a norm. A clip takes the norm of each over from the check just before it."""
-        last = self._taken[-1] if self._taken else None
-        is_check = last is not None and last.max_norm is None
-        if last is not None and is_check and new.each is None and last.keys == new.keys:
+        last = self._taken[-1] if self._taken and new.each is None else None
+        if last is not None and last.max_norm is None and last.keys == new.keys:
             new.each, new.ids, new.parameters = last.each, last.ids, last.parameters
         self._taken.append(new)
 

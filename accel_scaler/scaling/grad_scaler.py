@@ -41,10 +41,6 @@ from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
 
-_TRANSIENT = (
-    *("_windows", "_live", "_mirror", "_lock", "_known", "_leaves", "_managed", "_follower"),
-    "_scale",
-)
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -243,10 +239,9 @@ class GradScaler(torch.amp.GradScaler):
                     "float32 (model.float()) and let autocast run it in float16."
                 )
         flags = unscale_in_place(params, inv_scale, found_inf)
-        for p in filter(has_nonfinite_gradient, shared):
-            assert p.grad is not None
-            flags[p.grad.device] = torch.ones((), dtype=torch.float32, device=p.grad.device)
-        if shared and not flags:
+        if any(map(has_nonfinite_gradient, shared)):
+            flags[found_inf.device] = torch.ones_like(found_inf)
+        elif shared and not flags:
             flags[found_inf.device] = found_inf
         return flags
 
@@ -444,29 +439,19 @@ class GradScaler(torch.amp.GradScaler):
             records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
             if not records:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            if all(record.verdict is not None for record in records):  # the host knows
-                self._apply_rule(scale, tracker, any(record.verdict for record in records))
+            waits = self._hysteresis > 1 or self.skips.limit is not None
+            knows = all(record.verdict is not None for record in records)
+            if knows or waits or scale.device.type == "cpu":
+                found_inf = any(record.found_inf for record in records)
+                self.write_state(self.rule.advance(self.read_state(), found_inf))
             else:
                 found = [self._total_found_inf(record, scale.device) for record in records]
-                self._apply_rule(scale, tracker, torch.stack(found).amax())
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                torch._amp_update_scale_(scale, tracker, torch.stack(found).amax(), *factors)
+                if self._min_scale is not None or self._max_scale is not None:
+                    scale.clamp_(self._min_scale, self._max_scale)
             self._next_window()
             self.check_skips()
-
-    def _apply_rule(self, scale: Tensor, tracker: Tensor, found_inf: Tensor | bool) -> None:
-        waits = self._hysteresis > 1 or self.skips.limit is not None
-        if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
-            self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
-            return
-        torch._amp_update_scale_(
-            scale,
-            tracker,
-            found_inf,
-            self._growth_factor,
-            self._backoff_factor,
-            self._growth_interval,
-        )
-        if self._min_scale is not None or self._max_scale is not None:
-            scale.clamp_(self._min_scale, self._max_scale)
 
     @property
     def rule(self) -> Rule:
@@ -511,10 +496,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._mirror.write(live, tracker, (state.scale, state.growth_tracker))
 
     def get_scale(self) -> float:
-        """The scale as a float; 1.0 if disabled; in a bound job, its window's.
-
-        Synchronises if the last update ran on the device.
-        """
+        """The scale as a float; 1.0 if disabled; in a bound job, its window's. Synchronises if the
+        last update ran on the device."""
         if self._enabled and self._windows.bound is None:
             return self.read_state().scale
         return super().get_scale()
@@ -530,20 +513,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
         """The growth factor; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
+        self._windows.wait_for_jobs(up_to_date)
         return super().get_growth_factor()
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
         """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
+        self._windows.wait_for_jobs(up_to_date)
         return super().get_backoff_factor()
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
         """The growth interval; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
+        self._windows.wait_for_jobs(up_to_date)
         return super().get_growth_interval()
 
     # Overflow.
@@ -667,10 +647,8 @@ class GradScaler(torch.amp.GradScaler):
             self._next_window()
 
     def manage(self, optimizer: Optimizer, stepper: Any) -> None:
-        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly.
-
-        Synchronises with the device where there are gradients and no loss was scaled.
-        """
+        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly. Synchronises
+        with the device where there are gradients and no loss was scaled."""
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
         self._managed[optimizer] = weakref.ref(stepper)
@@ -718,11 +696,20 @@ class GradScaler(torch.amp.GradScaler):
             self.window.record(optimizer).carried_over = why
 
     def _start_over_where_dropped(self, window: Window) -> None:
-        """Forget optimizers whose unscaled gradients are gone, on every rank alike."""
-        for optimizer, kept in window.scaled_again(self.managed):
-            params = parameters_of(optimizer)
-            if not agree_on_overflow(kept, params[0].device, self.sharded or is_sharded(params)):
-                window.forget(optimizer)
+        """Forget optimizers whose unscaled gradients are gone or zero (a batch was dropped after a
+        look at its norm), on every rank alike; remember others': scaled ones must not be added.
+
+        In a plain loop, without a boundary, that is left to the caller, as in torch.
+        """
+        for optimizer in self.managed:
+            record, params = window.known(optimizer), parameters_of(optimizer)
+            if record is not None and record.carried_over and Snapshot(params).is_zero:
+                record.carried_over = ""
+            if record is not None and record.stage is OptState.UNSCALED:
+                before = record.unscaled_before = Snapshot(params)
+                sharded = self.sharded or is_sharded(params)
+                if not agree_on_overflow(not before.is_zero, params[0].device, sharded):
+                    window.forget(optimizer)
 
     # State.
 
@@ -790,7 +777,9 @@ class GradScaler(torch.amp.GradScaler):
         # What is known of a window that has been stepped may be left behind.
         with self._windows.inside(Window() if self.window.closed else None):
             state = super().__getstate__()
-        return {key: value for key, value in state.items() if key not in _TRANSIENT}
+        made = GradScaler.__new__(GradScaler)
+        made._make_transient()
+        return {key: value for key, value in state.items() if key not in {"_scale", *vars(made)}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()

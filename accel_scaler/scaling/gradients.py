@@ -281,10 +281,8 @@ def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
 
 
 def match_layout(parameters: Iterable[Tensor], state: Mapping[Any, Any]) -> None:
-    """Give each gradient, and what ``state`` has for its parameter, the parameter's strides.
-
-    torch's fused CPU kernels walk all of them by one index and ignore strides.
-    """
+    """Give each gradient, and what ``state`` has for its parameter, the parameter's strides:
+    torch's fused CPU kernels walk all of them by one index and ignore strides."""
     for p in parameters:
         if p.grad is not None and p.grad.stride() != p.stride():
             p.grad = torch.empty_like(p).copy_(p.grad)

@@ -13,8 +13,8 @@ class HostMirror:
         self._versions = (0, 0)
         """Of the tensors, when ``_numbers`` were theirs."""
         self._numbers = (0.0, 0)
-        self._is_unwritten = False
-        """An interrupt has ended :meth:`write`: the tensors may not have both numbers yet."""
+        self._unwritten: tuple[Tensor, Tensor, tuple[float, int]] | None = None
+        """What an interrupt has kept :meth:`write` from completing."""
 
     def read(self, scale: Tensor, tracker: Tensor) -> tuple[float, int]:
         """Scale and tracker. Synchronises only if the tensors were written to elsewhere."""
@@ -28,16 +28,15 @@ class HostMirror:
 
     def write(self, scale: Tensor, tracker: Tensor, numbers: tuple[float, int]) -> None:
         """Set both; after an interrupt the next :meth:`finish` does. Does not synchronise."""
-        self._versions = -1, -1  # first: an interrupt may come between any two of these lines
-        self._tensors, self._numbers = (scale, tracker), numbers
-        self._is_unwritten = True
+        self._unwritten = scale, tracker, numbers
         self.finish()
 
     def finish(self) -> None:
         """Complete an interrupted :meth:`write`."""
-        if self._is_unwritten and self._tensors is not None:
-            scale, tracker = self._tensors
-            scale.fill_(self._numbers[0])
-            tracker.fill_(self._numbers[1])
+        if self._unwritten is not None:
+            scale, tracker, numbers = self._unwritten
+            scale.fill_(numbers[0])
+            tracker.fill_(numbers[1])
+            self._tensors, self._numbers = (scale, tracker), numbers
             self._versions = scale._version, tracker._version
-            self._is_unwritten = False
+            self._unwritten = None

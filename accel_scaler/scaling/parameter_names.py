@@ -55,10 +55,8 @@ class ParameterNames:
         ]
 
     def by_id(self) -> dict[int, str]:
-        """``id(parameter)`` -> name, of all known modules in their order.
-
-        A name that two modules have gets its module's class and number before it.
-        """
+        """``id(parameter)`` -> name, of all known modules in their order. A name that two modules
+        have gets its module's class and number before it."""
         if self._found is not None:
             return self._found
         modules = [module for ref in self._modules if (module := ref()) is not None]

@@ -61,10 +61,8 @@ class ThreadWindows:
             self._local.window, self._local.stepping = outer
 
     def to_step(self) -> Window | None:
-        """The window meant by an unscale or a step on this thread; None: the open one.
-
-        Between windows another thread still works on the last one, whose gradients it holds.
-        """
+        """The window meant by an unscale or a step on this thread; None: the open one. Between
+        windows another thread still works on the last one, whose gradients it holds."""
         if self.bound is not None:
             return self.bound
         if self.open.closed:
@@ -94,14 +92,14 @@ class ThreadWindows:
 
         return job
 
-    def wait_for_jobs(self) -> None:
-        """Block until every other job that is still referenced has run.
+    def wait_for_jobs(self, wanted: bool) -> None:
+        """Block until every other job that is still referenced has run, if that is ``wanted``.
 
         Raises:
             OrderError: one has not within ``WAIT_LIMIT_S``.
         """
         end = time.monotonic() + WAIT_LIMIT_S
-        for window, done in list(self._jobs.items()):
+        for window, done in list(self._jobs.items()) if wanted else ():
             left_s = max(end - time.monotonic(), 0.0)
             if window is not self.bound and not done.wait(left_s):
                 raise OrderError(

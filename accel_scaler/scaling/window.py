@@ -33,10 +33,8 @@ def stepped(optimizer: Any) -> Any:
 
 
 class Snapshot:
-    """Which gradients these parameters had, and their versions, to see what has changed since.
-
-    An edit through ``.grad.data`` has no new version, so it is not seen.
-    """
+    """Which gradients these parameters had, and their versions, to see what has changed since. An
+    edit through ``.grad.data`` has no new version, so it is not seen."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._entries: dict[int, tuple[Tensor, Tensor | None, int]] = {}
@@ -84,15 +82,12 @@ class DeferredUnscale:
         if self.divide is not None:
             self.multiply, self.divide = 1.0 / self.divide, None
         # What was clipped together before still has one coefficient.
-        products: dict[int, tuple[Tensor, Tensor]] = {}
+        products: dict[Tensor | None, Tensor] = {None: coefficient}
         for p in parameters:
             before = self.clips.get(id(p))
-            if before is None:
-                self.clips[id(p)] = coefficient
-                continue
-            if id(before) not in products:
-                products[id(before)] = before, before * coefficient
-            self.clips[id(p)] = products[id(before)][1]
+            if before is not None and before not in products:
+                products[before] = before * coefficient
+            self.clips[id(p)] = products[before]
 
     def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The factor for the gradient of each."""
@@ -308,23 +303,6 @@ class Window:
             return False
         # What is added to gradients that are not finite is skipped again.
         return not record.found_inf or any(map(has_nonfinite_gradient, parameters_of(optimizer)))
-
-    def scaled_again(self, optimizers: Iterable[Optimizer]) -> Iterator[tuple[Optimizer, bool]]:
-        """Before another loss is scaled: those of ``optimizers`` whose gradients were unscaled, and
-        whether they still have some. Remembers these: scaled ones must not be added to them.
-
-        Where they are gone or zero (a batch was dropped after a look at its norm) the optimizer may
-        start over. In a plain loop, without a boundary, that is left to the caller, as in torch.
-        """
-        for optimizer in optimizers:
-            record = self.known(optimizer)
-            if record is None:
-                continue
-            if record.carried_over and Snapshot(parameters_of(optimizer)).is_zero:
-                record.carried_over = ""
-            if record.stage is OptState.UNSCALED:
-                record.unscaled_before = Snapshot(parameters_of(optimizer))
-                yield optimizer, not record.unscaled_before.is_zero
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A job's own window: what is known here of ``optimizers``, in host numbers."""

@@ -28,12 +28,7 @@ from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
-from .stock_scaler import (
-    make_scaler,
-    refuse_other_scalers,
-    refuse_unscaled,
-    scaler_settings,
-)
+from .stock_scaler import make_scaler, refuse_other_scalers, refuse_unscaled, scaler_settings
 
 
 class Attachment:

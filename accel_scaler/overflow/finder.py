@@ -23,16 +23,7 @@ from ..scaling import Origin
 from .hooks import ForwardListener, Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
 from .search import search
-from .trace import (
-    Call,
-    Entry,
-    Loss,
-    ParameterGradient,
-    Range,
-    Uses,
-    WatchedModule,
-    WindowTrace,
-)
+from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedModule, WindowTrace
 
 
 @dataclass

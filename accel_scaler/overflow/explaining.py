@@ -85,8 +85,6 @@ class OverflowExplainer(Observer):
         """The window that overflowed last."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
-        self._was_updated = False
-        """Another optimizer has stepped in the window that overflowed."""
         self._logged: set[str] = set()
 
     @property
@@ -141,7 +139,6 @@ class OverflowExplainer(Observer):
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
         if self.finder is None and any(watches for _, watches in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
-        self._was_updated = self._stepped is window
         origin = self._explain()
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
@@ -189,7 +186,7 @@ class OverflowExplainer(Observer):
     ) -> tuple[Origin | None, str]:
         """On every rank or on none. Returns where it overflowed, or why it could not be run."""
         obstacle = recording.obstacle()
-        if self._was_updated:
+        if self._stepped is self._explained:  # the present one: another optimizer has stepped in it
             obstacle = "another optimizer has updated parameters in it already"
         why = next(filter(None, self._gather(obstacle)), "")
         if why:

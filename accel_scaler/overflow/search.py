@@ -70,14 +70,14 @@ class _MicroBatch:
         ]
 
     def _in_forward(self, suspect: _Suspect) -> Origin:
-        call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
+        call, made = suspect.call, pair_of(suspect.made)
         if suspect.is_data:
             text = (
                 f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
                 "before a module of this model saw it"
             )
-            return self._origin("forward", call.module, made, _output_of(call), text)
-        given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
+            return self._origin("forward", call.module, made, pair_of(call.outputs), text)
+        given = pair_of(entry for entry in call.inputs if entry.is_finite)
         names = [entry.path for entry in suspect.made if entry.path]
         which = f"output {', '.join(names)}" if names and len(call.outputs) > 1 else "output"
         if not call.bad_outputs:
@@ -124,7 +124,7 @@ class _MicroBatch:
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
         """Range of what came to the outputs of a call before the first that is not finite."""
         return pair_of(
-            each.range
+            each
             for each in takewhile(lambda each: each is not first, self.window.gradients)
             if each.micro == self.micro and call in each.uses.producers
         )
@@ -237,12 +237,6 @@ def _innermost(calls: Iterable[Call]) -> list[Call]:
     return [call for call in found if call not in outer]
 
 
-def _output_of(call: Call) -> Pair | None:
-    return pair_of(entry.range for entry in call.outputs)
-
-
 def _forward_of(call: Call) -> str:
-    given = pair_of(entry.range for entry in call.inputs)
-    return (
-        f" (forward of {call.module}: input {in_words(given)}, output {in_words(_output_of(call))})"
-    )
+    given, made = in_words(pair_of(call.inputs)), in_words(pair_of(call.outputs))
+    return f" (forward of {call.module}: input {given}, output {made})"

@@ -94,9 +94,9 @@ def _values(tensor: Any) -> Tensor | None:
     return local.float() if local.element_size() == 1 else local
 
 
-def pair_of(ranges: Iterable[Range]) -> Pair | None:
+def pair_of(seen: Iterable[Entry | Gradient]) -> Pair | None:
     """The range of several; NaN wins; None for none at all."""
-    pairs = [each.values for each in ranges if each.values is not None]
+    pairs = [each.range.values for each in seen if each.range.values is not None]
     if any(math.isnan(value) for pair in pairs for value in pair):
         return math.nan, math.nan
     return (min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) if pairs else None
@@ -191,15 +191,13 @@ class Forward:
             self.size += 1 + len(call.outputs if is_over else call.inputs)
 
 
+@dataclass(eq=False, slots=True)
 class Uses:
     """The calls that made one tensor, and those that took it."""
 
-    __slots__ = ("consumers", "loss", "producers")
-
-    def __init__(self) -> None:
-        self.producers: deque[Call] = deque(maxlen=MAX_USES)
-        self.consumers: deque[Call] = deque(maxlen=MAX_USES)
-        self.loss: Loss | None = None
+    producers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
+    consumers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
+    loss: Loss | None = None
 
 
 class Loss(NamedTuple):

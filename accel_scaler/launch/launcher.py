@@ -29,13 +29,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
-from ..config_file import PACKAGE, read_config
+from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
 from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, add_flags, own_parser
-from .shipped_configs import find_config
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""

@@ -17,7 +17,7 @@ from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
 from ..telemetry import History
-from .attachment import Attachment, begin, requested
+from .attachment import Attachment, requested
 from .autocast import add_autocast, add_emulation
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
@@ -41,7 +41,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         base, fields = requested(scaler_config, {})
         config = replace(base or ScalerConfig.from_env(), **fields)
         super().__init__(*args, **kwargs)
-        begin(self, config, fields)
+        Attachment(self, config, fields).install(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._attachment is None:

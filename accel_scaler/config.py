@@ -53,7 +53,6 @@ class Kind(NamedTuple):
 
 
 def optional(kind: Kind) -> Kind:
-    """``kind``, or None."""
     return Kind(
         f"{kind.allowed}, or none",
         lambda value: value is None or kind.check(value),
@@ -101,7 +100,6 @@ GLOBS = Kind(
 
 
 def setting(default: Any, kind: Kind) -> Any:
-    """A field of the config."""
     return field(default=default, metadata={"kind": kind})
 
 

@@ -250,7 +250,6 @@ class Attachment:
 
 
 def attachment_of(accelerator: Any) -> Attachment | None:
-    """What is attached to an accelerator; None: nothing is."""
     return getattr(accelerator, "_attachment", None)
 
 

@@ -80,7 +80,6 @@ class PublishForReaders(TrainerCallback):  # type: ignore[misc]
         self._trainer = weakref.ref(trainer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after ``optimizer.step()``."""
         trainer: Any = self._trainer()
         attachment = None if trainer is None else attachment_of(trainer.accelerator)
         if attachment is not None and _reads_unseen(trainer):
@@ -114,7 +113,6 @@ def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str,
 
 
 def detach_trainer(trainer: Any) -> Any:
-    """:func:`accel_scaler.detach` for a Trainer."""
     try:
         detach(trainer.accelerator)
     finally:  # a StepError is raised once everything is undone

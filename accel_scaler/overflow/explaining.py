@@ -104,7 +104,6 @@ class OverflowExplainer(Observer):
             self.finder.watch(plain)
 
     def before_backward(self, loss: Tensor) -> None:
-        """A backward from this unscaled loss is about to start."""
         stepped, self._stepped = self._stepped, None
         if stepped is not None and stepped is not self._explained:
             # The window was fine: a run of overflows is over.
@@ -155,7 +154,6 @@ class OverflowExplainer(Observer):
         self._stepped = window
 
     def close(self) -> None:
-        """Remove every hook."""
         for listener in self._listeners():
             listener.close()
         self._explained = None

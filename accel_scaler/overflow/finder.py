@@ -104,7 +104,6 @@ class OverflowFinder(ForwardListener):
     # Called by hooks.
 
     def enter(self, watched: WatchedModule, module: Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
         if not self._is_listening():
             return
         stack = self._stack()
@@ -144,13 +143,11 @@ class OverflowFinder(ForwardListener):
             call.forward.add(True, call)
 
     def add_gradient(self, uses: Uses, grad: Any) -> None:
-        """A gradient came to a tensor."""
         found = self._range_of(grad)
         if found is not None:
             self._window.add_gradient(uses, found)
 
     def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
-        """A gradient came to a parameter."""
         found = self._range_of(grad)
         if found is not None:
             gradient = ParameterGradient(self._window.micro, found, watched, name)

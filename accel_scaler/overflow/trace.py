@@ -116,8 +116,6 @@ def in_words(pair: Pair | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class WatchedModule:
-    """One watched module."""
-
     name: str
     cls: str
 
@@ -154,12 +152,10 @@ class Call:
 
     @property
     def bad_inputs(self) -> list[Entry]:
-        """Those that are not finite."""
         return [entry for entry in self.inputs if not entry.is_finite]
 
     @property
     def bad_outputs(self) -> list[Entry]:
-        """Those that are not finite."""
         return [entry for entry in self.outputs if not entry.is_finite]
 
     def parents(self) -> Iterator[Call]:
@@ -185,7 +181,6 @@ class Forward:
     size: int = 0
 
     def add(self, is_over: bool, call: Call) -> None:
-        """A module's forward begins, or is over."""
         if self.size < MAX_RANGES:
             self.events.append((is_over, call))
             self.size += 1 + len(call.outputs if is_over else call.inputs)
@@ -209,16 +204,12 @@ class Loss(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient that arrived at a tensor."""
-
     micro: int
     range: Range
     uses: Uses
 
 
 class ParameterGradient(NamedTuple):
-    """A gradient that arrived at a parameter."""
-
     micro: int
     range: Range
     module: WatchedModule

@@ -140,7 +140,6 @@ def _hash(text: str) -> str:
 
 
 def _about(run: Run) -> str:
-    """What ran on what."""
     if not run.sessions:
         return ""
     session = run.sessions[-1]

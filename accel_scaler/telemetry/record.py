@@ -141,7 +141,6 @@ def _finite(value: Any) -> Any:
 
 
 def encode_window(record: Record) -> str:
-    """The line of a window."""
     line: dict[str, Any] = {}
     for name, default in DEFAULTS.items():
         value = getattr(record, name)

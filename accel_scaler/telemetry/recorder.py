@@ -150,7 +150,6 @@ class Recorder(Observer):
             logger.warning(verdict(self.history.diagnosis()))
 
     def close(self) -> None:
-        """Write the rest and close the file."""
         self.flush()
         if self.journal is not None:
             self._finish()

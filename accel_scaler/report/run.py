@@ -48,7 +48,7 @@ class Run(Diagnosis):
             self.updates += 1
             self.optimizer_us += record.optimizer_us
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
-        self.preview_error.include(record.preview_error)
+        self.preview_error.merge(Mean.of(record.preview_error))
 
     @property
     def label(self) -> str:
@@ -61,11 +61,6 @@ class Run(Diagnosis):
     def hidden(self) -> str:
         """The share of the updates' time that the training thread did not wait for."""
         return percent(self.optimizer_us - self.waited_us, self.optimizer_us)
-
-    @property
-    def last_loss(self) -> float | None:
-        """Of the last window that has one; inf and NaN too."""
-        return self.bins.of_all("loss").last
 
     @property
     def windows_per_second(self) -> float | None:

@@ -90,8 +90,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def stepped_optimizer(self) -> Optimizer:
         """The torch optimizer in it, which windows know."""
-        (inner,) = inner_of(self)
-        return inner
+        return inner_of(self)[0]
 
     @property
     def state(self) -> Any:
@@ -244,18 +243,15 @@ def refuse_unsuitable(
         optimizers: prepared, or about to be.
         are_placed: their parameters are where they will train.
     """
-    wanted = []
+    wanted, own = [], (AcceleratedOptimizer, ScaledOptimizer)
     for optimizer in optimizers:
-        if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in (
-            AcceleratedOptimizer,
-            ScaledOptimizer,
-        ):
+        if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in own:
             raise UnsupportedError(
                 f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected "
                 "Accelerate's own AcceleratedOptimizer; prepare the torch optimizer instead."
             )
         (inner,) = inner_of(optimizer)
-        masters, offload = MasterRule.of(config), config.offload != "none"
+        masters = MasterRule.of(config)
         is_new = _needs_async_stepper(inner, config)
         if is_new or async_stepper_of(inner) is not None:
             wanted.append((inner, config.step_mode, masters))
@@ -264,7 +260,7 @@ def refuse_unsuitable(
         refuse_unsteppable(inner, masters)
         if config.step_mode == "delayed":
             refuse_compensation(config.delay_compensation, inner)
-        if are_placed and (offload or config.step_mode != "sync"):
+        if are_placed and (config.offload != "none" or config.step_mode != "sync"):
             refuse_spread(inner)
     refuse_sharing(wanted, beside_others=False)
 

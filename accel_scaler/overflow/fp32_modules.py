@@ -124,8 +124,14 @@ class Fp32Module:
     """
 
     def __init__(self, module: Module, name: str | None) -> None:
-        if name is not None:
-            refuse_uncastable(module, name)
+        for inner, each in module.named_modules() if name is not None else ():
+            if (why := _why_uncastable(each, is_inner=bool(inner))) is not None:
+                label = f"{name}.{inner}".strip(".")
+                raise UnsupportedError(
+                    f"fp32_modules: {name or type(module).__name__!r} cannot run in float32: "
+                    f"{label!r} ({type(each).__name__}) {why}. Name modules without it, or leave "
+                    "it out."
+                )
         self.module, self.is_enabled, self.is_part = module, False, name is None
         self.parts: list[Fp32Module] = []
         device = torch.accelerator.current_accelerator()
@@ -241,18 +247,6 @@ def cast_down(value: Any, dtype: torch.dtype) -> Any:
         return torch.where(tensor.isinf(), tensor, tensor.clamp(-most, most)).to(dtype)
 
     return map_tensors(value, cast)
-
-
-def refuse_uncastable(module: Module, name: str) -> None:
-    """Raise ``UnsupportedError`` if the module, or one in it, cannot run in float32."""
-    for inner, each in module.named_modules():
-        why = _why_uncastable(each, is_inner=bool(inner))
-        if why is not None:
-            label = f"{name}.{inner}".strip(".")
-            raise UnsupportedError(
-                f"fp32_modules: {name or type(module).__name__!r} cannot run in float32: {label!r} "
-                f"({type(each).__name__}) {why}. Name modules without it, or leave it out."
-            )
 
 
 def _why_uncastable(module: Module, is_inner: bool) -> str | None:

@@ -262,8 +262,7 @@ def requested(
         ConfigError: another ``config``, an unknown field, or a wrong value.
     """
     if isinstance(config, Mapping):
-        fields = {**config, **fields}
-        config = None
+        fields, config = {**config, **fields}, None
     if config is not None and not isinstance(config, ScalerConfig):
         raise ConfigError(
             f"attach: got {shown(config)} as config, expected a ScalerConfig or a mapping of its "

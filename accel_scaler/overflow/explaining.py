@@ -68,7 +68,7 @@ class OverflowExplainer(Observer):
         self.finder = OverflowFinder() if self.always else None
         self.is_everywhere = False
         """Every rank has the same settings."""
-        self._models: list[weakref.ref[Module]] = []
+        self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
         self._is_synchronised = False
         """The gradients of the last backward are those of every rank."""
@@ -90,14 +90,13 @@ class OverflowExplainer(Observer):
     @property
     def models(self) -> list[Module]:
         """Those that are watched, without wrappers, in the order in which they were prepared."""
-        return [model for ref in self._models if (model := ref()) is not None]
+        return list(self._models)
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Explain the overflows of this model too; see :meth:`WindowRecording.watch`."""
         plain = unwrap(inner)
         self._prepared.add(prepared)
-        if not any(plain is model for model in self.models):
-            self._models.append(weakref.ref(plain))
+        self._models.setdefault(plain)
         if self.recording is not None:
             self.recording.watch(prepared, plain)
         if self.finder is not None:

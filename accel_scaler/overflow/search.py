@@ -138,33 +138,31 @@ class _MicroBatch:
         )
         return Origin("loss", "", loss.dtype, self.micro, made, value, text)
 
-    def _in_backward(self, call: Call, first: Gradient) -> Origin:
+    def _in_backward(self, call: Call, first: Gradient, before: Call | None = None) -> Origin:
+        """In a module, or with ``before`` in its own code after that one."""
         came, made = self._gradient_at_output(call, first), first.range.values
+        after, taker = "", "its input"
+        if before is not None:
+            after = f", in its own code after {before.module}"
+            taker = f"what {before.module} gave it"
         text = (
-            f"backward of {call.module}, micro-batch {self.micro}: gradient of its "
-            f"output {in_words(came)}, gradient of its input {in_words(made)}"
-            f"{_forward_of(call)}"
+            f"backward of {call.module}, micro-batch {self.micro}{after}: gradient of its output "
+            f"{in_words(came)}, gradient of {taker} {in_words(made)}{_forward_of(before or call)}"
         )
         return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
         """It was made in code between modules."""
         before = self._last_producer(first)
-        made, call = first.range.values, before.parent
-        if call is None:
-            text = (
-                f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
-                f"{before.module} {in_words(made)} before any module's backward: look "
-                "at how the loss is computed"
-            )
-            return Origin("backward", "", "loss", self.micro, made, None, text)
-        came = self._gradient_at_output(call, first)
+        if before.parent is not None:
+            return self._in_backward(before.parent, first, before)
+        made = first.range.values
         text = (
-            f"backward of {call.module}, micro-batch {self.micro}, in its own code "
-            f"after {before.module}: gradient of its output {in_words(came)}, gradient of what "
-            f"{before.module} gave it {in_words(made)}{_forward_of(before)}"
+            f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
+            f"{before.module} {in_words(made)} before any module's backward: look at how the loss "
+            "is computed"
         )
-        return self._origin("backward", call.module, made, came, text)
+        return Origin("backward", "", "loss", self.micro, made, None, text)
 
     def _last_producer(self, first: Gradient) -> Call:
         """The outermost module that ended before the code that made the gradient.

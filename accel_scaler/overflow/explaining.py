@@ -194,7 +194,6 @@ class OverflowExplainer(Observer):
             return None, f"it raised {type(error).__name__}: {error}"
 
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
-        """Run modules in float32 that overflow at any scale."""
         recording, scale = self.recording, self.scaler.window_scale
         assert recording is not None
         recording.restore_statistics()

@@ -335,9 +335,6 @@ def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None
             handle.remove()
 
 
-# What is put back.
-
-
 @contextmanager
 def _restored(models: Iterable[Module], device: torch.device) -> Iterator[None]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are

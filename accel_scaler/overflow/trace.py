@@ -257,7 +257,6 @@ class WindowTrace:
         self.gradients.append(Gradient(self.micro, range_, uses))
 
     def ranges(self) -> Iterator[Range]:
-        """All that were taken."""
         for forward in self.forwards:
             for _, call in forward.events:
                 yield from (entry.range for entry in (*call.inputs, *call.outputs))

@@ -112,9 +112,6 @@ def page_data(run: Run, charts: Sequence[Chart], heat: HeatMap | None) -> str:
     return text
 
 
-# What the page brings along.
-
-
 @cache
 def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text("utf-8")
@@ -134,9 +131,6 @@ def _style() -> str:
 def _hash(text: str) -> str:
     """As a content security policy names what may run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-# The first screen.
 
 
 def _about(run: Run) -> str:
@@ -186,9 +180,6 @@ def _findings(run: Run) -> str:
     return f'<ul class="findings">{"".join(rows)}</ul>'
 
 
-# Charts: what the script fills.
-
-
 def _figure(name: str, title: str, caption: str, classes: str = "", key: str = "") -> str:
     return (
         f'<figure class="card{classes}" id="chart-{name}"><div class="head"><h3>{escape(title)}'
@@ -213,9 +204,6 @@ HEATMAP = _figure(
     '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
     'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>',
 )
-
-
-# Tables.
 
 
 def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:

@@ -194,8 +194,6 @@ class Diagnosis:
             return "growth" if record.scale > self._good_scale else "other"
         return "search" if record.scale > max(1.0, self.floor) else "other"
 
-    # What it comes to.
-
     @property
     def floor(self) -> float:
         """``min_scale`` of the last session; 0: it has none."""

@@ -23,12 +23,12 @@ from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
-from ..scaling import gather_objects, is_sharded
+from ..scaling import GradScaler, gather_objects, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
-from .stock_scaler import make_scaler, refuse_other_scalers, refuse_unscaled, scaler_settings
+from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 
 
 class Attachment:
@@ -70,7 +70,11 @@ class Attachment:
             self.fp32_modules.refuse_uncastable(model)
         self.stock_class: type | None = None
         """The class before ``attach``."""
-        self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
+        self.scaler = GradScaler(self.device.type, **settings)
+        state = {} if self.stock_scaler is None else self.stock_scaler.state_dict()
+        if state and state["_growth_tracker"]:
+            begun = {"_growth_tracker": state["_growth_tracker"]}
+            self.scaler.load_state_dict(self.scaler.state_dict() | begun)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
         self.rank: int = accelerator.process_index

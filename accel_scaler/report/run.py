@@ -65,8 +65,6 @@ class Run(Diagnosis):
     @property
     def windows_per_second(self) -> float | None:
         """Of the last session, its first window apart; None: it has no second one."""
-        seconds = Mean()
-        for each in self.bins.done:
-            if each.last_x >= self.sessions[-1].first_x:
-                seconds.merge(each.series["seconds"])
+        first_x = self.sessions[-1].first_x if self.sessions else 0
+        seconds = self.bins.of_all("seconds", first_x)
         return seconds.count / seconds.total if seconds.total > 0 else None

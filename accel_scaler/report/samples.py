@@ -105,11 +105,12 @@ class Bins:
         """The mean of each bin; ``name`` is one of ``SERIES``."""
         return [each.series[name] for each in self.done]
 
-    def of_all(self, name: str) -> Mean:
-        """The mean over all windows."""
+    def of_all(self, name: str, first_x: int = 0) -> Mean:
+        """The mean over all windows, but for bins before ``first_x``."""
         found = Mean()
-        for mean in self.means(name):
-            found.merge(mean)
+        for each in self.done:
+            if each.last_x >= first_x:
+                found.merge(each.series[name])
         return found
 
 

@@ -260,11 +260,8 @@ def merge(
     *sources: Source, refused: list[AccelScalerError] | None = None
 ) -> tuple[ScalerConfig, dict[str, str]]:
     """The config of these sources, of which a later one takes precedence, and the source of each
-    field that has one. Every value is checked, used or not.
-
-    Args:
-        refused: takes every refusal, with its source; without it the first one is raised.
-    """
+    field that has one. Every value is checked, used or not. ``refused`` takes every refusal, with
+    its source; without it the first one is raised."""
 
     def refuse(text: str) -> None:
         if refused is None:

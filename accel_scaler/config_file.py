@@ -51,11 +51,8 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(name: str) -> Path:
-    """The file that ``--config_file name`` means: one on disk, else one that is shipped.
-
-    Raises:
-        ConfigError: there is neither; the message lists the shipped names.
-    """
+    """The file that ``--config_file name`` means: one on disk, else one that is shipped. Raises
+    ``ConfigError`` if there is neither, with the shipped names."""
     shipped = shipped_configs()
     if os.path.isfile(name):
         return Path(name)

@@ -226,10 +226,7 @@ class Attachment:
 
     def take_over(self, optimizers: Any) -> None:
         """These prepared optimizers own their parameters from now on; older owners are closed.
-
-        Raises:
-            StepError: the last step of an older owner failed.
-        """
+        Raises ``StepError`` if the last step of one failed."""
         masters = MasterRule.of(self.config)
         take_over([(inner, self.config.step_mode, masters) for inner in inner_of(optimizers)])
 
@@ -261,10 +258,7 @@ def requested(
     config: ScalerConfig | Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> tuple[ScalerConfig | None, dict[str, Any]]:
     """The config and the single fields, of a mapping too, that a call of ``attach`` requests.
-
-    Raises:
-        ConfigError: another ``config``, an unknown field, or a wrong value.
-    """
+    Raises ``ConfigError`` for another ``config``, an unknown field, or a wrong value."""
     if isinstance(config, Mapping):
         fields, config = {**config, **fields}, None
     if config is not None and not isinstance(config, ScalerConfig):

@@ -59,11 +59,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment.boundary.add(self, attachment.config.fold_unscale)
 
     def leave(self, attachment: Attachment) -> None:
-        """Become Accelerate's again, unless another accelerator has taken it over.
-
-        Raises:
-            StepError: the step in flight failed; everything was removed.
-        """
+        """Become Accelerate's again, unless another accelerator has taken it over. Raises
+        ``StepError`` if the step in flight failed; everything was removed."""
         if self._attachment is not attachment:
             return
         hooks = self._hooks
@@ -155,11 +152,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def step(self, closure: Any = None) -> None:
-        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing.
-
-        Raises:
-            OrderError: another optimizer has taken over its parameters.
-        """
+        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing. Raises
+        ``OrderError`` if another optimizer has taken over its parameters."""
         refuse_replaced_owner(self.stepped_optimizer)
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
         attachment = self._attachment

@@ -32,11 +32,8 @@ CASTABLE = (*LOW, torch.float32, torch.float64, torch.complex64, torch.complex12
 
 
 class Fp32Modules:
-    """The modules of one run that run in float32, chosen by globs. Models are held weakly.
-
-    Args:
-        patterns: globs on module names; see ``match``.
-    """
+    """The modules of one run that run in float32, chosen by globs on their names (see ``match``).
+    Models are held weakly."""
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns)
@@ -51,11 +48,8 @@ class Fp32Modules:
         return [each.module for each in self._enabled]
 
     def add(self, names: Iterable[str], models: Iterable[Module]) -> None:
-        """Run the modules of these names in float32 too, in these models and in later ones.
-
-        Raises:
-            UnsupportedError: a module cannot run in float32; nothing is changed.
-        """
+        """Run the modules of these names in float32 too, in these models and in later ones. Raises
+        ``UnsupportedError`` if one cannot; nothing is changed then."""
         names, models = list(names), list(models)
         patterns = tuple(dict.fromkeys((*self.patterns, *map(escape, names))))
         for model in models:

@@ -53,7 +53,6 @@ class Kind(NamedTuple):
 
 
 def optional(kind: Kind) -> Kind:
-    """``kind``, or None."""
     return Kind(
         f"{kind.allowed}, or none",
         lambda value: value is None or kind.check(value),
@@ -101,7 +100,6 @@ GLOBS = Kind(
 
 
 def setting(default: Any, kind: Kind) -> Any:
-    """A field of the config."""
     return field(default=default, metadata={"kind": kind})
 
 
@@ -262,11 +260,8 @@ def merge(
     *sources: Source, refused: list[AccelScalerError] | None = None
 ) -> tuple[ScalerConfig, dict[str, str]]:
     """The config of these sources, of which a later one takes precedence, and the source of each
-    field that has one. Every value is checked, used or not.
-
-    Args:
-        refused: takes every refusal, with its source; without it the first one is raised.
-    """
+    field that has one. Every value is checked, used or not. ``refused`` takes every refusal, with
+    its source; without it the first one is raised."""
 
     def refuse(text: str) -> None:
         if refused is None:

@@ -1,4 +1,4 @@
-"""Accelerate config files with a section of ours.
+"""Accelerate config files with a section of ours, and those that come with the package.
 
 Accelerate refuses a file with a key that it does not know, so the section is taken out of the file.
 """
@@ -42,3 +42,23 @@ def read_config(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], str | Non
         )
     del document[SECTION]
     return section, yaml.safe_dump(document)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The config files in the package, or beside it in a checkout, by name."""
+    folders = (PACKAGE / "accelerate_configs", PACKAGE.parent / "accelerate_configs")
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_config(name: str) -> Path:
+    """The file that ``--config_file name`` means: one on disk, else one that is shipped. Raises
+    ``ConfigError`` if there is neither, with the shipped names."""
+    shipped = shipped_configs()
+    if os.path.isfile(name):
+        return Path(name)
+    if name not in shipped:
+        raise ConfigError(
+            f"--config_file: got {name!r}, and there is no such file; expected the path of an "
+            f"Accelerate config file or one of {', '.join(shipped)}."
+        )
+    return shipped[name]

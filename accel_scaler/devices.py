@@ -28,9 +28,7 @@ def streams_of(device: torch.device) -> Streams | None:
     """The streams of ``device``; None for the CPU and for a device with one queue.
 
     Apple's MPS has one queue: all threads enqueue into it, and all streams of torch are the same.
-
-    Raises:
-        UnsupportedError: the device runs beside the host, and torch has no streams for it.
+    Raises ``UnsupportedError`` if the device runs beside the host, and torch has no streams for it.
     """
     if device.type == "cpu":
         return None

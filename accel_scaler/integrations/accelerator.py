@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
 from ..telemetry import History
-from .attachment import Attachment, begin, requested
+from .attachment import Attachment, requested
 from .autocast import add_autocast, add_emulation
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
@@ -41,7 +41,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         base, fields = requested(scaler_config, {})
         config = replace(base or ScalerConfig.from_env(), **fields)
         super().__init__(*args, **kwargs)
-        begin(self, config, fields)
+        Attachment(self, config, fields).install(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._attachment is None:
@@ -147,17 +147,15 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         for optimizer in list(attachment.optimizers):  # before anything reads the gradients
             optimizer.follow_parameters()
         attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
-        with self._emulation():
+        with attachment.float16():
             super().backward(loss, **kwargs)
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """As Accelerate's; float16 products are fast on a CPU without float16 instructions, too."""
-        with self._emulation(), super().autocast(*args, **kwargs):
+        emulation = nullcontext() if self._attachment is None else self._attachment.float16()
+        with emulation, super().autocast(*args, **kwargs):
             yield
-
-    def _emulation(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._attachment is None else self._attachment.float16()
 
     @untraced
     def unscale_gradients(self, optimizer: Any = None) -> None:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError, shown
 from .accelerator import ScaledAccelerator
-from .attachment import Attachment, attachment_of, begin, requested
+from .attachment import Attachment, attachment_of, requested
 
 T = TypeVar("T")
 
@@ -73,7 +73,9 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
                 "first."
             )
         detach(accelerator)
-    attached = begin(accelerator, replace(base or ScalerConfig.from_env(), **fields), fields)
+    wanted = replace(base or ScalerConfig.from_env(), **fields)
+    attached = Attachment(accelerator, wanted, fields)
+    attached.install(accelerator)
     if not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)
         accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)

@@ -23,41 +23,38 @@ from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
-from ..scaling import gather_objects, is_sharded
+from ..scaling import GradScaler, gather_objects, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
-from .stock_scaler import (
-    make_scaler,
-    refuse_other_scalers,
-    refuse_unscaled,
-    scaler_settings,
-)
+from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 
 
 class Attachment:
     """Everything that is added to one accelerator, as its one new attribute.
 
-    Made by :func:`begin`. Holds its accelerator weakly: an optimizer that outlives it does not keep
-    its models.
+    Holds its accelerator weakly: an optimizer that outlives it does not keep its models.
 
     Args:
-        requested_config: as given to ``attach``.
-        config: the same, as far as the precision allows; the settings of the replaced scaler are
-            added to it.
+        accelerator: a stock one.
+        requested_config: as given to ``attach``; ``config`` is the same, as far as the precision
+            allows, with the settings of the replaced scaler.
         named: fields that were requested by name; they take precedence over that scaler's.
 
     Raises as :func:`accel_scaler.attach`; nothing was changed then.
     """
 
     def __init__(
-        self,
-        accelerator: Any,
-        requested_config: ScalerConfig,
-        config: ScalerConfig,
-        named: Collection[str] = (),
+        self, accelerator: Any, requested_config: ScalerConfig, named: Collection[str] = ()
     ) -> None:
+        refuse_other_scalers(accelerator)
+        config, precision = requested_config, accelerator.mixed_precision
+        refuse_unscaled(config, precision)
+        self.scales: bool = precision == "fp16"
+        """False: nothing is scaled, every window has scale 1."""
+        if not self.scales:
+            config = replace(config, enabled=False)
         refuse_unsuitable(accelerator._optimizers, config)
         self._accelerator = weakref.ref(accelerator)
         self.stock_scaler = accelerator.scaler
@@ -67,19 +64,29 @@ class Attachment:
         self.is_default = False
         """A later ``attach`` with settings replaces these."""
         self.device: torch.device = accelerator.device
-        self.scales: bool = accelerator.mixed_precision == "fp16"
-        """False: nothing is scaled, every window has scale 1."""
         self.fp32_modules = Fp32Modules(config.fp32_modules)
         """The modules that run in float32 once their model is prepared."""
         for model in self.models:
             self.fp32_modules.refuse_uncastable(model)
         self.stock_class: type | None = None
         """The class before ``attach``."""
-        self.scaler = make_scaler(accelerator, settings, self.stock_scaler)
+        self.scaler = GradScaler(self.device.type, **settings)
+        state = {} if self.stock_scaler is None else self.stock_scaler.state_dict()
+        if state and state["_growth_tracker"]:
+            begun = {"_growth_tracker": state["_growth_tracker"]}
+            self.scaler.load_state_dict(self.scaler.state_dict() | begun)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
-        facts = _facts_of(accelerator)
-        self.rank: int = facts["rank"]
+        self.rank: int = accelerator.process_index
+        facts = {
+            "rank": self.rank,
+            "ranks": accelerator.num_processes,
+            "device": self.device.type,
+            "device_name": device_name(self.device),
+            "precision": str(precision),
+            "accelerate": accelerate_version,
+            "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
+        }
         self.recorder = make_recorder(self.scaler, config, facts)
         self.explainer: OverflowExplainer | None = None
         how = config.finds_overflow
@@ -219,10 +226,7 @@ class Attachment:
 
     def take_over(self, optimizers: Any) -> None:
         """These prepared optimizers own their parameters from now on; older owners are closed.
-
-        Raises:
-            StepError: the last step of an older owner failed.
-        """
+        Raises ``StepError`` if the last step of one failed."""
         masters = MasterRule.of(self.config)
         take_over([(inner, self.config.step_mode, masters) for inner in inner_of(optimizers)])
 
@@ -247,7 +251,6 @@ class Attachment:
 
 
 def attachment_of(accelerator: Any) -> Attachment | None:
-    """What is attached to an accelerator; None: nothing is."""
     return getattr(accelerator, "_attachment", None)
 
 
@@ -255,13 +258,9 @@ def requested(
     config: ScalerConfig | Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> tuple[ScalerConfig | None, dict[str, Any]]:
     """The config and the single fields, of a mapping too, that a call of ``attach`` requests.
-
-    Raises:
-        ConfigError: another ``config``, an unknown field, or a wrong value.
-    """
+    Raises ``ConfigError`` for another ``config``, an unknown field, or a wrong value."""
     if isinstance(config, Mapping):
-        fields = {**config, **fields}
-        config = None
+        fields, config = {**config, **fields}, None
     if config is not None and not isinstance(config, ScalerConfig):
         raise ConfigError(
             f"attach: got {shown(config)} as config, expected a ScalerConfig or a mapping of its "
@@ -270,30 +269,3 @@ def requested(
     for name, value in fields.items():
         check_field(name, value)
     return config, dict(fields)
-
-
-def begin(
-    accelerator: Any, requested_config: ScalerConfig, named: Collection[str] = ()
-) -> Attachment:
-    """Attach to a stock accelerator."""
-    config = requested_config
-    refuse_other_scalers(accelerator)
-    refuse_unscaled(config, accelerator.mixed_precision)
-    if accelerator.mixed_precision != "fp16":
-        config = replace(config, enabled=False)
-    attachment = Attachment(accelerator, requested_config, config, named)
-    attachment.install(accelerator)
-    return attachment
-
-
-def _facts_of(accelerator: Any) -> dict[str, Any]:
-    """Facts of the run for the start of its telemetry file."""
-    return {
-        "rank": accelerator.process_index,
-        "ranks": accelerator.num_processes,
-        "device": accelerator.device.type,
-        "device_name": device_name(accelerator.device),
-        "precision": str(accelerator.mixed_precision),
-        "accelerate": accelerate_version,
-        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
-    }

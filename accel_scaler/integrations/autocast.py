@@ -66,7 +66,6 @@ def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def remove_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    """Undo :func:`add_emulation`."""
     holder: Any = accelerator.unwrap_model(model)
     plain = _function_of(holder)
     mark: Any = getattr(plain, "_accel_scaler_emulation", None)

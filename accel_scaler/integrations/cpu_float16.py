@@ -56,8 +56,6 @@ def emulate_float16() -> Iterator[None]:
 
 
 def emulating_float16(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, called in :func:`emulate_float16`."""
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a mode cannot be part of a graph

@@ -59,11 +59,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment.boundary.add(self, attachment.config.fold_unscale)
 
     def leave(self, attachment: Attachment) -> None:
-        """Become Accelerate's again, unless another accelerator has taken it over.
-
-        Raises:
-            StepError: the step in flight failed; everything was removed.
-        """
+        """Become Accelerate's again, unless another accelerator has taken it over. Raises
+        ``StepError`` if the step in flight failed; everything was removed."""
         if self._attachment is not attachment:
             return
         hooks = self._hooks
@@ -90,8 +87,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     @property
     def stepped_optimizer(self) -> Optimizer:
         """The torch optimizer in it, which windows know."""
-        (inner,) = inner_of(self)
-        return inner
+        return inner_of(self)[0]
 
     @property
     def state(self) -> Any:
@@ -156,11 +152,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def step(self, closure: Any = None) -> None:
-        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing.
-
-        Raises:
-            OrderError: another optimizer has taken over its parameters.
-        """
+        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing. Raises
+        ``OrderError`` if another optimizer has taken over its parameters."""
         refuse_replaced_owner(self.stepped_optimizer)
         as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
         attachment = self._attachment
@@ -244,18 +237,15 @@ def refuse_unsuitable(
         optimizers: prepared, or about to be.
         are_placed: their parameters are where they will train.
     """
-    wanted = []
+    wanted, own = [], (AcceleratedOptimizer, ScaledOptimizer)
     for optimizer in optimizers:
-        if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in (
-            AcceleratedOptimizer,
-            ScaledOptimizer,
-        ):
+        if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in own:
             raise UnsupportedError(
                 f"attach: a prepared optimizer is a {type(optimizer).__name__}, expected "
                 "Accelerate's own AcceleratedOptimizer; prepare the torch optimizer instead."
             )
         (inner,) = inner_of(optimizer)
-        masters, offload = MasterRule.of(config), config.offload != "none"
+        masters = MasterRule.of(config)
         is_new = _needs_async_stepper(inner, config)
         if is_new or async_stepper_of(inner) is not None:
             wanted.append((inner, config.step_mode, masters))
@@ -264,7 +254,7 @@ def refuse_unsuitable(
         refuse_unsteppable(inner, masters)
         if config.step_mode == "delayed":
             refuse_compensation(config.delay_compensation, inner)
-        if are_placed and (offload or config.step_mode != "sync"):
+        if are_placed and (config.offload != "none" or config.step_mode != "sync"):
             refuse_spread(inner)
     refuse_sharing(wanted, beside_others=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from accelerate import Accelerator
@@ -91,12 +91,3 @@ def scaler_settings(
         low, high = config.min_scale, config.max_scale
         values["init_scale"] = min(max(values["init_scale"], low or 0.0), high or math.inf)
     return values | changed
-
-
-def make_scaler(accelerator: Any, settings: Mapping[str, Any], stock: Any) -> GradScaler:
-    """A scaler with these settings, and the state of the replaced one."""
-    state = {} if stock is None else stock.state_dict()
-    scaler = GradScaler(accelerator.device.type, **settings)
-    if state and state["_growth_tracker"]:
-        scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": state["_growth_tracker"]})
-    return scaler

@@ -71,16 +71,13 @@ class PublishForReaders(TrainerCallback):  # type: ignore[misc]
 
     TRL sends parameters to a sampler, or mixes them into a reference model, after the step; where
     a thread or sharding hides the read from us, the step is waited for before other callbacks run.
-
-    Args:
-        trainer: held weakly, as the trainer holds its callbacks.
+    The trainer is held weakly, as it holds its callbacks.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = weakref.ref(trainer)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after ``optimizer.step()``."""
         trainer: Any = self._trainer()
         attachment = None if trainer is None else attachment_of(trainer.accelerator)
         if attachment is not None and _reads_unseen(trainer):
@@ -95,11 +92,8 @@ def _reads_unseen(trainer: Any) -> bool:
 
 
 def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str, Any]) -> Any:
-    """:func:`accel_scaler.attach` for a Trainer or a subclass.
-
-    Raises:
-        ConfigError: a glob in ``fp32_modules`` matches no module of its model.
-    """
+    """:func:`accel_scaler.attach` for a Trainer or a subclass. Raises ``ConfigError``, too, where a
+    glob in ``fp32_modules`` matches no module of its model."""
     if trainer.model_init is None:
         config = replace(base or ScalerConfig.from_env(), **fields)
         refuse_unmatched([trainer.model], config.fp32_modules)
@@ -114,7 +108,6 @@ def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str,
 
 
 def detach_trainer(trainer: Any) -> Any:
-    """:func:`accel_scaler.detach` for a Trainer."""
     try:
         detach(trainer.accelerator)
     finally:  # a StepError is raised once everything is undone

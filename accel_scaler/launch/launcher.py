@@ -29,13 +29,12 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
-from ..config_file import PACKAGE, read_config
+from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
 from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, add_flags, own_parser
-from .shipped_configs import find_config
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
@@ -55,11 +54,8 @@ def _refuse(message: str) -> NoReturn:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """Accelerate's arguments, and ours without the prefix.
-
-    Raises:
-        ConfigError: an unknown flag, or a value that a flag of Accelerate does not take.
-    """
+    """Accelerate's arguments, and ours without the prefix. Raises ``ConfigError`` for an unknown
+    flag, or a value that a flag of Accelerate does not take."""
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -78,11 +74,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``accel-scaler launch``; returns the exit status of the job.
-
-    Raises:
-        AccelScalerError: the first refusal; nothing was started. A dry run prints all of them.
-    """
+    """Run ``accel-scaler launch``; returns the exit status of the job. Raises the first refusal, an
+    ``AccelScalerError``; nothing was started then. A dry run prints all of them."""
     args, ours = parse(argv)
     refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:

@@ -68,7 +68,7 @@ class OverflowExplainer(Observer):
         self.finder = OverflowFinder() if self.always else None
         self.is_everywhere = False
         """Every rank has the same settings."""
-        self._models: list[weakref.ref[Module]] = []
+        self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
         self._is_synchronised = False
         """The gradients of the last backward are those of every rank."""
@@ -85,28 +85,24 @@ class OverflowExplainer(Observer):
         """The window that overflowed last."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
-        self._was_updated = False
-        """Another optimizer has stepped in the window that overflowed."""
         self._logged: set[str] = set()
 
     @property
     def models(self) -> list[Module]:
         """Those that are watched, without wrappers, in the order in which they were prepared."""
-        return [model for ref in self._models if (model := ref()) is not None]
+        return list(self._models)
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Explain the overflows of this model too; see :meth:`WindowRecording.watch`."""
         plain = unwrap(inner)
         self._prepared.add(prepared)
-        if not any(plain is model for model in self.models):
-            self._models.append(weakref.ref(plain))
+        self._models.setdefault(plain)
         if self.recording is not None:
             self.recording.watch(prepared, plain)
         if self.finder is not None:
             self.finder.watch(plain)
 
     def before_backward(self, loss: Tensor) -> None:
-        """A backward from this unscaled loss is about to start."""
         stepped, self._stepped = self._stepped, None
         if stepped is not None and stepped is not self._explained:
             # The window was fine: a run of overflows is over.
@@ -141,7 +137,6 @@ class OverflowExplainer(Observer):
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
         if self.finder is None and any(watches for _, watches in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
-        self._was_updated = self._stepped is window
         origin = self._explain()
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
@@ -158,7 +153,6 @@ class OverflowExplainer(Observer):
         self._stepped = window
 
     def close(self) -> None:
-        """Remove every hook."""
         for listener in self._listeners():
             listener.close()
         self._explained = None
@@ -189,7 +183,7 @@ class OverflowExplainer(Observer):
     ) -> tuple[Origin | None, str]:
         """On every rank or on none. Returns where it overflowed, or why it could not be run."""
         obstacle = recording.obstacle()
-        if self._was_updated:
+        if self._stepped is self._explained:  # the present one: another optimizer has stepped in it
             obstacle = "another optimizer has updated parameters in it already"
         why = next(filter(None, self._gather(obstacle)), "")
         if why:
@@ -200,7 +194,6 @@ class OverflowExplainer(Observer):
             return None, f"it raised {type(error).__name__}: {error}"
 
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
-        """Run modules in float32 that overflow at any scale."""
         recording, scale = self.recording, self.scaler.window_scale
         assert recording is not None
         recording.restore_statistics()

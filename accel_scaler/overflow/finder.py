@@ -23,16 +23,7 @@ from ..scaling import Origin
 from .hooks import ForwardListener, Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
 from .search import search
-from .trace import (
-    Call,
-    Entry,
-    Loss,
-    ParameterGradient,
-    Range,
-    Uses,
-    WatchedModule,
-    WindowTrace,
-)
+from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedModule, WindowTrace
 
 
 @dataclass
@@ -113,7 +104,6 @@ class OverflowFinder(ForwardListener):
     # Called by hooks.
 
     def enter(self, watched: WatchedModule, module: Module, args: Any, kwargs: Any) -> None:
-        """A module's forward begins."""
         if not self._is_listening():
             return
         stack = self._stack()
@@ -153,13 +143,11 @@ class OverflowFinder(ForwardListener):
             call.forward.add(True, call)
 
     def add_gradient(self, uses: Uses, grad: Any) -> None:
-        """A gradient came to a tensor."""
         found = self._range_of(grad)
         if found is not None:
             self._window.add_gradient(uses, found)
 
     def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
-        """A gradient came to a parameter."""
         found = self._range_of(grad)
         if found is not None:
             gradient = ParameterGradient(self._window.micro, found, watched, name)

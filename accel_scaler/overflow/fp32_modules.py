@@ -32,11 +32,8 @@ CASTABLE = (*LOW, torch.float32, torch.float64, torch.complex64, torch.complex12
 
 
 class Fp32Modules:
-    """The modules of one run that run in float32, chosen by globs. Models are held weakly.
-
-    Args:
-        patterns: globs on module names; see ``match``.
-    """
+    """The modules of one run that run in float32, chosen by globs on their names (see ``match``).
+    Models are held weakly."""
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns)
@@ -51,11 +48,8 @@ class Fp32Modules:
         return [each.module for each in self._enabled]
 
     def add(self, names: Iterable[str], models: Iterable[Module]) -> None:
-        """Run the modules of these names in float32 too, in these models and in later ones.
-
-        Raises:
-            UnsupportedError: a module cannot run in float32; nothing is changed.
-        """
+        """Run the modules of these names in float32 too, in these models and in later ones. Raises
+        ``UnsupportedError`` if one cannot; nothing is changed then."""
         names, models = list(names), list(models)
         patterns = tuple(dict.fromkeys((*self.patterns, *map(escape, names))))
         for model in models:
@@ -124,8 +118,14 @@ class Fp32Module:
     """
 
     def __init__(self, module: Module, name: str | None) -> None:
-        if name is not None:
-            refuse_uncastable(module, name)
+        for inner, each in module.named_modules() if name is not None else ():
+            if (why := _why_uncastable(each, is_inner=bool(inner))) is not None:
+                label = f"{name}.{inner}".strip(".")
+                raise UnsupportedError(
+                    f"fp32_modules: {name or type(module).__name__!r} cannot run in float32: "
+                    f"{label!r} ({type(each).__name__}) {why}. Name modules without it, or leave "
+                    "it out."
+                )
         self.module, self.is_enabled, self.is_part = module, False, name is None
         self.parts: list[Fp32Module] = []
         device = torch.accelerator.current_accelerator()
@@ -241,18 +241,6 @@ def cast_down(value: Any, dtype: torch.dtype) -> Any:
         return torch.where(tensor.isinf(), tensor, tensor.clamp(-most, most)).to(dtype)
 
     return map_tensors(value, cast)
-
-
-def refuse_uncastable(module: Module, name: str) -> None:
-    """Raise ``UnsupportedError`` if the module, or one in it, cannot run in float32."""
-    for inner, each in module.named_modules():
-        why = _why_uncastable(each, is_inner=bool(inner))
-        if why is not None:
-            label = f"{name}.{inner}".strip(".")
-            raise UnsupportedError(
-                f"fp32_modules: {name or type(module).__name__!r} cannot run in float32: {label!r} "
-                f"({type(each).__name__}) {why}. Name modules without it, or leave it out."
-            )
 
 
 def _why_uncastable(module: Module, is_inner: bool) -> str | None:

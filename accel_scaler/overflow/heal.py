@@ -57,10 +57,7 @@ class Healer:
     def heal(
         self, models: Sequence[Module], origin: Origin, run_again: RunAgain
     ) -> tuple[str, ...]:
-        """Run modules in float32 that cure this overflow.
-
-        Args:
-            origin: of the overflow at scale 1, and so at any.
+        """Run modules in float32 that cure the overflow of this origin, at scale 1 and so at any.
 
         Returns the names of those that are in float32 from now on; none where nothing helps, which
         is logged once for each module in which an overflow began.
@@ -112,11 +109,8 @@ class Healer:
         )
 
     def share(self, models: Sequence[Module], names: Sequence[str] = ()) -> float:
-        """The share of all parameters that are in float32, from 0 to 1.
-
-        Args:
-            names: of modules that would be in float32, too.
-        """
+        """The share of all parameters that are in float32, from 0 to 1, if the modules of these
+        ``names`` were, too."""
         modules = [*self.fp32_modules.modules, *_modules_of(models, names)]
         every = {id(p): p.numel() for model in models for p in Module.parameters(model)}
         held = {id(p): p.numel() for module in modules for p in Module.parameters(module)}

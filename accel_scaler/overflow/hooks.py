@@ -105,12 +105,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def named_tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """``(name, tensor)``: the key or the index in the outermost container; "" for a lone tensor."""
     items: Any = [("", value)]
-    if is_tensor(value):
-        pass
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (list, tuple)):
-        items = enumerate(value)
+    if not is_tensor(value) and isinstance(value, (Mapping, list, tuple)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:
         for tensor in tensors_in(item):
             yield str(key), tensor

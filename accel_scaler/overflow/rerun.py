@@ -168,7 +168,6 @@ class WindowRecording(ForwardListener):
     def enter(
         self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
-        """A model's forward begins."""
         if is_replaying() or is_transformed():
             return
         stack = self._stack()
@@ -196,7 +195,6 @@ class WindowRecording(ForwardListener):
         self._add(call, len(self.calls))
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
-        """A gradient came to an output of a model."""
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
         if call not in self.calls:  # of an earlier window, as a generator's
@@ -335,9 +333,6 @@ def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None
     finally:
         for handle in handles:
             handle.remove()
-
-
-# What is put back.
 
 
 @contextmanager

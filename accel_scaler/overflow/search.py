@@ -70,14 +70,14 @@ class _MicroBatch:
         ]
 
     def _in_forward(self, suspect: _Suspect) -> Origin:
-        call, made = suspect.call, pair_of(entry.range for entry in suspect.made)
+        call, made = suspect.call, pair_of(suspect.made)
         if suspect.is_data:
             text = (
                 f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
                 "before a module of this model saw it"
             )
-            return self._origin("forward", call.module, made, _output_of(call), text)
-        given = pair_of(entry.range for entry in call.inputs if entry.is_finite)
+            return self._origin("forward", call.module, made, pair_of(call.outputs), text)
+        given = pair_of(entry for entry in call.inputs if entry.is_finite)
         names = [entry.path for entry in suspect.made if entry.path]
         which = f"output {', '.join(names)}" if names and len(call.outputs) > 1 else "output"
         if not call.bad_outputs:
@@ -124,7 +124,7 @@ class _MicroBatch:
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
         """Range of what came to the outputs of a call before the first that is not finite."""
         return pair_of(
-            each.range
+            each
             for each in takewhile(lambda each: each is not first, self.window.gradients)
             if each.micro == self.micro and call in each.uses.producers
         )
@@ -138,33 +138,31 @@ class _MicroBatch:
         )
         return Origin("loss", "", loss.dtype, self.micro, made, value, text)
 
-    def _in_backward(self, call: Call, first: Gradient) -> Origin:
+    def _in_backward(self, call: Call, first: Gradient, before: Call | None = None) -> Origin:
+        """In a module, or with ``before`` in its own code after that one."""
         came, made = self._gradient_at_output(call, first), first.range.values
+        after, taker = "", "its input"
+        if before is not None:
+            after = f", in its own code after {before.module}"
+            taker = f"what {before.module} gave it"
         text = (
-            f"backward of {call.module}, micro-batch {self.micro}: gradient of its "
-            f"output {in_words(came)}, gradient of its input {in_words(made)}"
-            f"{_forward_of(call)}"
+            f"backward of {call.module}, micro-batch {self.micro}{after}: gradient of its output "
+            f"{in_words(came)}, gradient of {taker} {in_words(made)}{_forward_of(before or call)}"
         )
         return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
         """It was made in code between modules."""
         before = self._last_producer(first)
-        made, call = first.range.values, before.parent
-        if call is None:
-            text = (
-                f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
-                f"{before.module} {in_words(made)} before any module's backward: look "
-                "at how the loss is computed"
-            )
-            return Origin("backward", "", "loss", self.micro, made, None, text)
-        came = self._gradient_at_output(call, first)
+        if before.parent is not None:
+            return self._in_backward(before.parent, first, before)
+        made = first.range.values
         text = (
-            f"backward of {call.module}, micro-batch {self.micro}, in its own code "
-            f"after {before.module}: gradient of its output {in_words(came)}, gradient of what "
-            f"{before.module} gave it {in_words(made)}{_forward_of(before)}"
+            f"backward of the loss, micro-batch {self.micro}: gradient of the output of "
+            f"{before.module} {in_words(made)} before any module's backward: look at how the loss "
+            "is computed"
         )
-        return self._origin("backward", call.module, made, came, text)
+        return Origin("backward", "", "loss", self.micro, made, None, text)
 
     def _last_producer(self, first: Gradient) -> Call:
         """The outermost module that ended before the code that made the gradient.
@@ -237,12 +235,6 @@ def _innermost(calls: Iterable[Call]) -> list[Call]:
     return [call for call in found if call not in outer]
 
 
-def _output_of(call: Call) -> Pair | None:
-    return pair_of(entry.range for entry in call.outputs)
-
-
 def _forward_of(call: Call) -> str:
-    given = pair_of(entry.range for entry in call.inputs)
-    return (
-        f" (forward of {call.module}: input {in_words(given)}, output {in_words(_output_of(call))})"
-    )
+    given, made = in_words(pair_of(call.inputs)), in_words(pair_of(call.outputs))
+    return f" (forward of {call.module}: input {given}, output {made})"

@@ -94,9 +94,9 @@ def _values(tensor: Any) -> Tensor | None:
     return local.float() if local.element_size() == 1 else local
 
 
-def pair_of(ranges: Iterable[Range]) -> Pair | None:
+def pair_of(seen: Iterable[Entry | Gradient]) -> Pair | None:
     """The range of several; NaN wins; None for none at all."""
-    pairs = [each.values for each in ranges if each.values is not None]
+    pairs = [each.range.values for each in seen if each.range.values is not None]
     if any(math.isnan(value) for pair in pairs for value in pair):
         return math.nan, math.nan
     return (min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) if pairs else None
@@ -116,8 +116,6 @@ def in_words(pair: Pair | None) -> str:
 
 @dataclass(frozen=True, eq=False)
 class WatchedModule:
-    """One watched module."""
-
     name: str
     cls: str
 
@@ -154,12 +152,10 @@ class Call:
 
     @property
     def bad_inputs(self) -> list[Entry]:
-        """Those that are not finite."""
         return [entry for entry in self.inputs if not entry.is_finite]
 
     @property
     def bad_outputs(self) -> list[Entry]:
-        """Those that are not finite."""
         return [entry for entry in self.outputs if not entry.is_finite]
 
     def parents(self) -> Iterator[Call]:
@@ -185,21 +181,18 @@ class Forward:
     size: int = 0
 
     def add(self, is_over: bool, call: Call) -> None:
-        """A module's forward begins, or is over."""
         if self.size < MAX_RANGES:
             self.events.append((is_over, call))
             self.size += 1 + len(call.outputs if is_over else call.inputs)
 
 
+@dataclass(eq=False, slots=True)
 class Uses:
     """The calls that made one tensor, and those that took it."""
 
-    __slots__ = ("consumers", "loss", "producers")
-
-    def __init__(self) -> None:
-        self.producers: deque[Call] = deque(maxlen=MAX_USES)
-        self.consumers: deque[Call] = deque(maxlen=MAX_USES)
-        self.loss: Loss | None = None
+    producers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
+    consumers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
+    loss: Loss | None = None
 
 
 class Loss(NamedTuple):
@@ -211,16 +204,12 @@ class Loss(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient that arrived at a tensor."""
-
     micro: int
     range: Range
     uses: Uses
 
 
 class ParameterGradient(NamedTuple):
-    """A gradient that arrived at a parameter."""
-
     micro: int
     range: Range
     module: WatchedModule
@@ -268,7 +257,6 @@ class WindowTrace:
         self.gradients.append(Gradient(self.micro, range_, uses))
 
     def ranges(self) -> Iterator[Range]:
-        """All that were taken."""
         for forward in self.forwards:
             for _, call in forward.events:
                 yield from (entry.range for entry in (*call.inputs, *call.outputs))

@@ -5,6 +5,4 @@ size; findings, charts and the page are made from the summary alone. It knows th
 and nothing of training: neither torch nor Accelerate is needed here.
 """
 
-from .command import add_arguments, run
-
-__all__ = ["add_arguments", "run"]
+from .command import add_arguments as add_arguments, run as run

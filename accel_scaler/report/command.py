@@ -32,11 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the report that ``add_arguments`` describes; 0 when it is there.
-
-    Raises:
-        ConfigError: a file that is not telemetry, an output that cannot be written.
-    """
+    """Make the report that ``add_arguments`` describes; 0 when it is there. Raises ``ConfigError``
+    for a file that is not telemetry, and an output that cannot be written."""
     file, *others = args.files
     if others:
         refuse_retired("accel-scaler report FILE FILE")

@@ -112,9 +112,6 @@ def page_data(run: Run, charts: Sequence[Chart], heat: HeatMap | None) -> str:
     return text
 
 
-# What the page brings along.
-
-
 @cache
 def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text("utf-8")
@@ -136,11 +133,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-# The first screen.
-
-
 def _about(run: Run) -> str:
-    """What ran on what."""
     if not run.sessions:
         return ""
     session = run.sessions[-1]
@@ -187,9 +180,6 @@ def _findings(run: Run) -> str:
     return f'<ul class="findings">{"".join(rows)}</ul>'
 
 
-# Charts: what the script fills.
-
-
 def _figure(name: str, title: str, caption: str, classes: str = "", key: str = "") -> str:
     return (
         f'<figure class="card{classes}" id="chart-{name}"><div class="head"><h3>{escape(title)}'
@@ -214,9 +204,6 @@ HEATMAP = _figure(
     '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
     'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>',
 )
-
-
-# Tables.
 
 
 def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:

@@ -61,12 +61,12 @@ def doublings(room: float) -> str:
 
 
 def _loss(run: Run) -> KeyNumber:
-    if run.last_loss is None:
+    losses = run.bins.of_all("loss")
+    if losses.last is None:
         return KeyNumber("last loss", NONE, "not recorded" if run.windows else "")
     first = next((m.middle for m in run.bins.means("loss") if m.middle is not None), None)
-    lowest = run.bins.of_all("loss").low
-    more = "" if first is None else f"{first:.4g} at first, lowest {lowest:.4g}"
-    return KeyNumber("last loss", f"{run.last_loss:.4g}", more)
+    more = "" if first is None else f"{first:.4g} at first, lowest {losses.low:.4g}"
+    return KeyNumber("last loss", f"{losses.last:.4g}", more)
 
 
 def _scale(run: Run) -> KeyNumber:

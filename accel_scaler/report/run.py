@@ -48,7 +48,7 @@ class Run(Diagnosis):
             self.updates += 1
             self.optimizer_us += record.optimizer_us
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
-        self.preview_error.include(record.preview_error)
+        self.preview_error.merge(Mean.of(record.preview_error))
 
     @property
     def label(self) -> str:
@@ -63,15 +63,8 @@ class Run(Diagnosis):
         return percent(self.optimizer_us - self.waited_us, self.optimizer_us)
 
     @property
-    def last_loss(self) -> float | None:
-        """Of the last window that has one; inf and NaN too."""
-        return self.bins.of_all("loss").last
-
-    @property
     def windows_per_second(self) -> float | None:
         """Of the last session, its first window apart; None: it has no second one."""
-        seconds = Mean()
-        for each in self.bins.done:
-            if each.last_x >= self.sessions[-1].first_x:
-                seconds.merge(each.series["seconds"])
+        first_x = self.sessions[-1].first_x if self.sessions else 0
+        seconds = self.bins.of_all("seconds", first_x)
         return seconds.count / seconds.total if seconds.total > 0 else None

@@ -34,17 +34,14 @@ class Mean:
         """None: there is none, or their sum is more than a float holds."""
         return self.total / self.count if self.count and math.isfinite(self.total) else None
 
-    def include(self, value: float | None) -> None:
-        """Add a number; None is ignored."""
+    @classmethod
+    def of(cls, value: float | None) -> Mean:
+        """That of one number; of none for None."""
         if value is None:
-            return
-        self.last = value
+            return cls()
         if not math.isfinite(value):
-            self.bad += 1
-            return
-        self.low, self.high = min(self.low, value), max(self.high, value)
-        self.total += value
-        self.count += 1
+            return cls(bad=1, last=value)
+        return cls(value, value, value, count=1, last=value)
 
     def merge(self, later: Mean) -> None:
         """Add the numbers of a later part."""
@@ -91,9 +88,8 @@ class Bins:
         times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
         spike = record.grad_norm if record.spike and not record.found_inf else None
         found = (record.loss, record.scale, record.grad_norm, spike, record.largest_gradient)
-        series = {name: Mean() for name in SERIES}
-        for mean, value in zip(series.values(), (*found, seconds, *times), strict=True):
-            mean.include(value)
+        means = map(Mean.of, (*found, seconds, *times))
+        series = dict(zip(SERIES, means, strict=True))
         new, done = Bin(x, x, 1, int(record.skipped), record.max_norm, record.lr, series), self.done
         if done and done[-1].windows < self.width:
             done[-1].merge(new)
@@ -109,11 +105,12 @@ class Bins:
         """The mean of each bin; ``name`` is one of ``SERIES``."""
         return [each.series[name] for each in self.done]
 
-    def of_all(self, name: str) -> Mean:
-        """The mean over all windows."""
+    def of_all(self, name: str, first_x: int = 0) -> Mean:
+        """The mean over all windows, but for bins before ``first_x``."""
         found = Mean()
-        for mean in self.means(name):
-            found.merge(mean)
+        for each in self.done:
+            if each.last_x >= first_x:
+                found.merge(each.series[name])
         return found
 
 

@@ -113,7 +113,6 @@ class Diagnosis:
         """Skipped windows in a row, up to the last one."""
 
     def begin(self, start: Start) -> None:
-        """Start a session."""
         last = self.sessions[-1] if self.sessions else None
         if last is not None and last.ended and last.error is None and last.last_step < 0:
             # The launcher attached, then the script: nothing was trained with these settings.
@@ -122,7 +121,6 @@ class Diagnosis:
         self.sessions.append(Session(start, self.last_x + 1 if self.windows else 0))
 
     def end(self, end: End) -> None:
-        """End the session."""
         session = self.sessions[-1]
         session.seconds = max(session.seconds, end.time)
         session.ended, session.error = True, end.error
@@ -195,8 +193,6 @@ class Diagnosis:
         if self._good_scale is not None:
             return "growth" if record.scale > self._good_scale else "other"
         return "search" if record.scale > max(1.0, self.floor) else "other"
-
-    # What it comes to.
 
     @property
     def floor(self) -> float:

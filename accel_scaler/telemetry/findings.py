@@ -21,8 +21,6 @@ REPEATED, MANY = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that happened."""
-
     level: Level
     title: str
     text: str = ""
@@ -112,7 +110,6 @@ def module_list(names: Iterable[str]) -> str:
 
 
 def healed(run: Diagnosis) -> Finding | None:
-    """``heal`` has put modules in float32."""
     if not run.healed:
         return None
     each = ", ".join(f"{name} (from {run.place(x)} on)" for name, x in run.healed.items())

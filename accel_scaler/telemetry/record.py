@@ -122,8 +122,6 @@ class BrokenLineError(Exception):
     """This line cannot be used; the message says why."""
 
 
-# Writing.
-
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 ALWAYS = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "time")
@@ -141,7 +139,6 @@ def _finite(value: Any) -> Any:
 
 
 def encode_window(record: Record) -> str:
-    """The line of a window."""
     line: dict[str, Any] = {}
     for name, default in DEFAULTS.items():
         value = getattr(record, name)

@@ -150,7 +150,6 @@ class Recorder(Observer):
             logger.warning(verdict(self.history.diagnosis()))
 
     def close(self) -> None:
-        """Write the rest and close the file."""
         self.flush()
         if self.journal is not None:
             self._finish()
@@ -168,12 +167,9 @@ class NameTable:
         self._ids = []  # one of them may be that of another parameter now
 
     def norms(self, found: Iterable[GradNorm], optimizer: Optimizer) -> dict[str, Any]:
-        """``names`` and ``norms`` of a record, where there are norms. Parameters of no known model
-        are named by the optimizer and come last.
-
-        Args:
-            found: of disjoint parameters; those on the host.
-        """
+        """``names`` and ``norms`` of a record, where there are norms: those of ``found``, of
+        disjoint parameters, that are on the host. Parameters of no known model are named by the
+        optimizer and come last."""
         known = [(m, m.each) for m in found if m.each is not None]
         if not known:
             return {}
@@ -200,14 +196,8 @@ def _lr(group: dict[str, Any]) -> float | None:
 
 
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
-    """The recorder for ``config``.
-
-    Args:
-        facts: for the ``start`` line; ``rank`` and ``ranks`` among them.
-
-    Raises:
-        ConfigError: ``telemetry`` cannot be written.
-    """
+    """The recorder for ``config``; ``facts``, for the ``start`` line, have ``rank`` and ``ranks``.
+    Raises ``ConfigError`` if ``telemetry`` cannot be written."""
     path, journal = path_of(config, facts["rank"]), None
     if path is not None:
         own = {

@@ -164,10 +164,9 @@ class Journal:
 def path_of(config: ScalerConfig, rank: int) -> str | None:
     """The telemetry file that this rank writes; None: it writes none. Only rank 0 does, but each
     rank its own where the path has ``{rank}``."""
-    path = None if config.telemetry is None else os.fspath(config.telemetry)
-    if path is None or (rank != 0 and "{rank}" not in path):
-        return None
-    return path.replace("{rank}", str(rank))
+    path = os.fspath(config.telemetry or "")
+    is_written = rank == 0 or "{rank}" in path
+    return path.replace("{rank}", str(rank)) if path and is_written else None
 
 
 def refuse_unwritable(path: str) -> None:

@@ -19,9 +19,8 @@ from accelerate import Accelerator
 
 from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, attach, detach
 from accel_scaler.config import merge
-from accel_scaler.config_file import read_config
+from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
-from accel_scaler.launch.shipped_configs import shipped_configs
 from accel_scaler.report.command import in_words
 from accel_scaler.report.html import html_page
 from accel_scaler.report.key_numbers import key_numbers

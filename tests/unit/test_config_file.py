@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig
-from accel_scaler.config_file import read_config
-from accel_scaler.launch.shipped_configs import find_config, shipped_configs
+from accel_scaler.config_file import find_config, read_config, shipped_configs
 
 REST = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "fp16"}
 

@@ -19,9 +19,8 @@ from places import ROOT
 
 from accel_scaler import ScalerConfig
 from accel_scaler.config import merge
-from accel_scaler.config_file import read_config
+from accel_scaler.config_file import find_config, read_config, shipped_configs
 from accel_scaler.launch.launcher import make_parser
-from accel_scaler.launch.shipped_configs import find_config, shipped_configs
 
 # Of each file: processes, machines, the launcher Accelerate takes, and the section's settings.
 EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {

@@ -66,14 +66,10 @@ def change(module: Any, name: str) -> None:
 
 def load_hook() -> Any:
     """``attach_hook``; of this installation, where the process would find no other."""
-    import importlib
+    import importlib.util
 
-    try:
-        return importlib.import_module("accel_scaler.launch.attach_hook")
-    except ModuleNotFoundError as error:
-        if error.name != "accel_scaler":
-            raise
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(HERE))))
+    if importlib.util.find_spec("accel_scaler") is None:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(HERE))))
     return importlib.import_module("accel_scaler.launch.attach_hook")
 
 

@@ -18,8 +18,7 @@ from launching import OURS, STOCK, facts_in, finish, start
 from places import HELPERS
 from support import reset
 
-from accel_scaler.config_file import read_config
-from accel_scaler.launch.shipped_configs import shipped_configs
+from accel_scaler.config_file import read_config, shipped_configs
 
 SCRIPT = str(HELPERS / "launched_script.py")
 GLOO = {"ACCELERATE_USE_CPU": "true"}

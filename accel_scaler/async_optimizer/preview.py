@@ -23,8 +23,8 @@ SGD has no second moments (``d`` is 1): preview and share are the update itself,
 with ``g`` set apart. A parameter without a gradient is published as it is.
 
 The known part is prepared on the optimizer thread behind the update before: in host memory, in the
-model's dtype, in the buffer that is sent up. A block is prepared while its update has it in cache, if
-the next settings are known by then (a training forward has begun); else after the update. Where
+model's dtype, in the buffer that is sent up. A block is prepared while its update has it in cache
+if the next settings are known by then (a training forward has begun), else after the update. Where
 masters are on a device it is written at once.
 """
 

@@ -439,15 +439,17 @@ class GradScaler(torch.amp.GradScaler):
             records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
             if not records:
                 raise AssertionError("No inf checks were recorded prior to update.")
-            waits = self._hysteresis > 1 or self.skips.limit is not None
-            knows = all(record.verdict is not None for record in records)
-            if knows or waits or scale.device.type == "cpu":
-                found_inf = any(record.found_inf for record in records)
-                self.write_state(self.rule.advance(self.read_state(), found_inf))
-            else:
+            verdicts = [record.verdict for record in records]
+            found_inf: Tensor | bool = any(verdicts)
+            if None in verdicts:  # the host does not know yet
                 found = [self._total_found_inf(record, scale.device) for record in records]
+                found_inf = torch.stack(found).amax()
+            waits = self._hysteresis > 1 or self.skips.limit is not None
+            if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
+                self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
+            else:
                 factors = self._growth_factor, self._backoff_factor, self._growth_interval
-                torch._amp_update_scale_(scale, tracker, torch.stack(found).amax(), *factors)
+                torch._amp_update_scale_(scale, tracker, found_inf, *factors)
                 if self._min_scale is not None or self._max_scale is not None:
                     scale.clamp_(self._min_scale, self._max_scale)
             self._next_window()
@@ -513,17 +515,20 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_growth_factor(self, up_to_date: bool = False) -> float:
         """The growth factor; ``up_to_date=True`` waits for every bound job first."""
-        self._windows.wait_for_jobs(up_to_date)
+        if up_to_date:
+            self._windows.wait_for_jobs()
         return super().get_growth_factor()
 
     def get_backoff_factor(self, up_to_date: bool = False) -> float:
         """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
-        self._windows.wait_for_jobs(up_to_date)
+        if up_to_date:
+            self._windows.wait_for_jobs()
         return super().get_backoff_factor()
 
     def get_growth_interval(self, up_to_date: bool = False) -> int:
         """The growth interval; ``up_to_date=True`` waits for every bound job first."""
-        self._windows.wait_for_jobs(up_to_date)
+        if up_to_date:
+            self._windows.wait_for_jobs()
         return super().get_growth_interval()
 
     # Overflow.

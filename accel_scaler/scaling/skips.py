@@ -66,11 +66,12 @@ class SkipStreak:
         tensors = listed(names[:MAX_NAMES], len(names))
         seen = f"Non-finite gradients in: {tensors}. " if names else ""
         scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
+        exact = "" if get_scale is None else " or float32"
         origin = self.origin or "find_overflow='replay' names the module in which it begins"
         return (
             f"{seen}{scale}{origin}. Parameters are as before the run of skips. Look at the data "
-            "and the loss of these windows; a lower learning rate, a longer warm-up or float32 may "
-            "help."
+            "and the loss of these windows; a lower learning rate, a longer warm-up"
+            f"{exact} may help."
         )
 
     def _forget(self) -> None:

@@ -92,14 +92,14 @@ class ThreadWindows:
 
         return job
 
-    def wait_for_jobs(self, wanted: bool) -> None:
-        """Block until every other job that is still referenced has run, if that is ``wanted``.
+    def wait_for_jobs(self) -> None:
+        """Block until every other job that is still referenced has run.
 
         Raises:
             OrderError: one has not within ``WAIT_LIMIT_S``.
         """
         end = time.monotonic() + WAIT_LIMIT_S
-        for window, done in list(self._jobs.items()) if wanted else ():
+        for window, done in list(self._jobs.items()):
             left_s = max(end - time.monotonic(), 0.0)
             if window is not self.bound and not done.wait(left_s):
                 raise OrderError(

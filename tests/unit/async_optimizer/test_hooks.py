@@ -144,18 +144,6 @@ def test_an_async_optimizer_is_not_copied_and_its_state_goes_on_elsewhere(
         assert_same(values(model), values(reference(1)[0]))
 
 
-def test_a_model_in_mid_step_is_copied_finished(late: None) -> None:
-    model = network()
-    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
-        train(model, optimizer, range(2))
-        copied, loaded = copy.deepcopy(model), None
-        train(model, optimizer, range(2, 3))
-        loaded = pickle.loads(pickle.dumps(model))
-        for other, steps in ((copied, 2), (loaded, 3)):
-            assert_same(values(other), values(reference(steps)[0]))
-            assert {type(p) for p in other.parameters()} == {nn.Parameter}
-
-
 PREFACE = """
 import time
 import torch

@@ -9,19 +9,12 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from references import (
-    assert_same_run,
-    loss_of,
-    network,
-    run_ours,
-    run_reference,
-)
+from references import assert_same_run, loss_of, network, run_ours, run_reference
 from support import same
 from torch import Tensor, nn
 
@@ -180,20 +173,14 @@ def test_an_interrupt_where_a_preparation_is_handed_over_leaves_nothing_to_wait_
         train(model, optimizer, range(3, 5))
 
 
-def on_threads(count: int, fn: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=fn) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_a_module_trained_alone_goes_on_where_the_thread_that_trained_has_ended() -> None:
     found = []
     for is_fenced in (False, True):
         model = model_of()
         with delayed(model) as optimizer:
-            on_threads(1, lambda: train(model[0], optimizer, range(4)))  # noqa: B023
+            thread = threading.Thread(target=train, args=(model[0], optimizer, range(4)))
+            thread.start()
+            thread.join()
             if is_fenced:
                 optimizer.synchronize()
             train(model[0], optimizer, range(4, 7))

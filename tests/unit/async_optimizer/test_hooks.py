@@ -20,10 +20,7 @@ import torch
 from async_support import assert_same, values
 from torch import Tensor, nn
 
-from accel_scaler import (
-    AsyncOptimizer,
-    UnsupportedError,
-)
+from accel_scaler import AsyncOptimizer, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from references import (
-    GROWTH_INTERVAL,
-    INIT_SCALE,
-    OPTIMIZERS,
-    loss_of,
-    network,
-    same,
-)
+from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network, same
 from torch import nn
 
 from accel_scaler import (

@@ -14,11 +14,7 @@ import torch
 from async_support import assert_same, lazy, sleepy
 from torch import Tensor, nn
 
-from accel_scaler import (
-    AsyncOptimizer,
-    GradScaler,
-    UnsupportedError,
-)
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

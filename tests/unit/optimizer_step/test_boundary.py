@@ -11,9 +11,7 @@ from support import LR
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
-from accel_scaler import (
-    ScalerConfig,
-)
+from accel_scaler import ScalerConfig
 
 INF = float("inf")
 

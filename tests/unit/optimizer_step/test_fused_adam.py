@@ -245,3 +245,20 @@ def test_another_class_is_stepped_by_its_own_step(make: Any) -> None:
     twins = Twins(lambda params: make(params, lr=0.1, fused=True))
     twins.step(3, 2.0**16)
     assert twins.plan is None
+
+
+def test_a_missing_gradient_leaves_its_parameter_alone() -> None:
+    twins = Twins(adamw)
+    twins.step(2)
+    for params in twins.params:
+        give_gradients(params, 3)
+        params[1].grad = None
+    before = twins.params[0][1].detach().clone()
+    twins.plan = step_fused(twins.ours, twins.plan, None)
+    twins.torchs.step()
+    assert_equal(twins.ours, twins.torchs)
+    assert torch.equal(twins.params[0][1], before)
+    assert float(twins.ours.state[twins.params[0][1]]["step"]) == 2
+    assert float(twins.ours.state[twins.params[0][0]]["step"]) == 3
+    twins.steps = 3
+    twins.step(2)

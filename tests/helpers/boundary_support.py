@@ -33,10 +33,6 @@ def one(accelerator: Any, **kwargs: Any) -> tuple[Linear, Any]:
     return model, optimizer
 
 
-def tracker(accelerator: Any) -> int:
-    return int(accelerator.scaler.state_dict()["_growth_tracker"])
-
-
 class Two(nn.Module):
     """Two parameters with gradients of their own."""
 

@@ -94,12 +94,7 @@ class Reference:
         for p, master in zip(self.params, self.masters, strict=True):
             p.copy_(master)
 
-    def boundary(
-        self,
-        *,
-        max_norm: float | None = None,
-        max_value: float | None = None,
-    ) -> bool:
+    def boundary(self, *, max_norm: float | None = None) -> bool:
         grads, scale = [p.grad for p in self.params], self.scale
         finite = all(bool(g.isfinite().all()) for g in grads if g is not None)
         self.good = self.good + 1 if finite else 0
@@ -119,8 +114,6 @@ class Reference:
         if max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.masters, max_norm)
             factor *= float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        if max_value is not None:
-            torch.nn.utils.clip_grad_value_(self.masters, max_value)
         is_first = self.compensation == "preview" and any(
             not self.optimizer.state.get(m) for m in self.masters if m.grad is not None
         )
@@ -190,29 +183,23 @@ def run_reference(
     steps: int = 12,
     overflows: Collection[int] = (0, 5),
     scale: float = INIT_SCALE,
-    autocast: bool = False,
     compensation: str = "none",
-    fences: Collection[int] = (),
-    **clip: Any,
+    max_norm: float | None = None,
 ) -> dict[str, Any]:
-    """A training with a :class:`Reference`, published after each of ``fences``; ``clip``: see
-    :meth:`Reference.boundary`."""
+    """A training with a :class:`Reference`."""
     model = make()
     reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt, compensation)
     reference.scale = scale
     seen: dict[str, Any] = {"losses": [], "scales": [], "skips": [], "errors": []}
     for step in range(steps):
-        with torch.autocast("cpu", torch.float16, enabled=autocast):
-            loss = loss_of(model, step, step in overflows)
+        loss = loss_of(model, step, step in overflows)
         (loss * reference.scale).backward()
         seen["losses"].append(str(float(loss.detach())))  # nan is equal to nan here
-        stepped = reference.boundary(**clip)
+        stepped = reference.boundary(max_norm=max_norm)
         seen["scales"].append(reference.scale)
         seen["skips"].append(not stepped)
         error = reference.error
         seen["errors"].append(None if error is None else error[0] / error[1])
-        if step in fences:
-            reference.publish()
     reference.publish()
     seen["params"] = [p.detach() for p in model.parameters()]
     seen["masters"] = [m.detach() for m in reference.masters]
@@ -230,12 +217,11 @@ def run_ours(
     overflows: Collection[int] = (0, 5),
     scale: float = INIT_SCALE,
     clip: dict[str, Any] | None = None,
-    fences: dict[int, Callable[[Any, Any], object]] | None = None,
     compensation: str = "none",
     telemetry: Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The same with an ``AsyncOptimizer``; ``fences``: what is called after these steps."""
+    """The same with an ``AsyncOptimizer``."""
     model = make()
     scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
     recorded = nullcontext() if telemetry is None else recording(scaler, telemetry)
@@ -263,8 +249,6 @@ def run_ours(
             optimizer.zero_grad()
             seen["scales"].append(scaler.get_scale())
             seen["skips"].append(optimizer.step_was_skipped)
-            if fences and step in fences:
-                fences[step](model, optimizer)
         seen.update(saved_of(model, optimizer.state_dict()))
     return seen
 

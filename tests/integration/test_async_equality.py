@@ -138,13 +138,6 @@ def regression(model: Any, number: int) -> Tensor:
     return nn.functional.mse_loss(model(x).float(), y)
 
 
-def language(model: Any, number: int) -> Tensor:
-    """For models of transformers with 32 tokens."""
-    tokens = torch.randint(32, (2, 6), generator=generator_of(number))
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
-
-
 def layers(width: int = 8) -> nn.Sequential:
     """Four layers from 8 to 4."""
     return nn.Sequential(
@@ -166,24 +159,7 @@ def unlike_forward(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def gpt2(blocks: int) -> Any:
-    """Input and output embeddings are one parameter."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": blocks, "n_head": 2}
-    config = transformers.GPT2Config(
-        **sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 # Models.
-
-
-def test_gpt2_with_tied_weights() -> None:
-    def adamw(model: nn.Module) -> Optimizer:
-        return torch.optim.AdamW(unlike_forward(model), lr=3e-3, fused=True)
-
-    check(Script(partial(gpt2, 1), language, adamw, steps=20))
 
 
 class _Double(torch.autograd.Function):

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from async_support import assert_same
 from support import mlp, weights
 from telemetry_runs import (
     INF,
@@ -20,7 +18,6 @@ from telemetry_runs import (
     kinds_of,
     lines_of,
     loss_of,
-    reset,
     sgd,
     windows_of,
 )
@@ -181,49 +178,6 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
 # Where nothing is scaled.
 
 
-def train_plain(accelerator: Any, clip: str, fused: bool) -> list[Any]:
-    """Four windows of two micro-batches; clips on every micro-batch, as stock allows."""
-    plain, seen = mlp(), []
-    adam = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
-    model, optimizer = accelerator.prepare(plain, adam if fused else sgd(plain.parameters()))
-    for number in range(8):
-        with accelerator.accumulate(model):
-            loss = loss_of(model, number)
-            accelerator.backward(loss)
-            if clip == "norm":
-                seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.2)))
-            elif clip == "value":
-                accelerator.clip_grad_value_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-        seen += [loss.item(), optimizer.step_was_skipped]
-    return [seen, weights(plain), optimizer.state_dict()]
-
-
-@pytest.mark.parametrize(
-    ("precision", "fused", "clip"),
-    [("no", False, "none"), ("no", True, "norm"), ("bf16", True, "value"), ("bf16", False, "norm")],
-)
-def test_without_fp16_telemetry_changes_nothing(
-    tmp_path: Path, precision: str, fused: bool, clip: str
-) -> None:
-    path = tmp_path / "run.jsonl"
-    reset()
-    stock = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
-    theirs = train_plain(stock, clip, fused)
-    with attached(path, precision, accumulation=2, step_mode="overlap") as accelerator:
-        ours = train_plain(accelerator, clip, fused)
-        assert accelerator.scaler is None
-    assert_same(ours, theirs)
-    found = windows_of(path)
-    assert lines_of(path)[0]["precision"] == precision
-    assert [line["step"] for line in found] == [0, 1, 2, 3]
-    for line in found:
-        assert (line["scale"], line["next_scale"], line["skipped"]) == (1.0, 1.0, False)
-        assert line["grad_norm"] > 0  # the check takes it where no clip has
-        assert line["lr"] == [0.1]
-
-
 @pytest.mark.parametrize(
     ("precision", "settings"),
     [
@@ -288,6 +242,8 @@ def test_it_is_the_mean_of_what_the_loop_computes(
                     present.clear()
     assert len(means) == (10 if accumulation == 1 else 4)
     assert recorded(path) == pytest.approx(means, rel=1e-6)
+    if precision != "fp16":  # the check takes the norm where no clip has
+        assert all(line["grad_norm"] > 0 for line in windows_of(path))
     if accumulation == 1:
         assert recorded(path) == means
 

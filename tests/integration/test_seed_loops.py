@@ -1,7 +1,8 @@
 """Training loops as tutorials write them, each beside a reference that must agree bit for bit.
 
 The reference is the same loop under torch's scaler, or, where torch has no such method, the loop in
-float32 without a scaler: scales are powers of two and the batches finite, so both are exact.
+float32 without a scaler: scales are powers of two and the batches finite, so both are exact. Any
+order of calls on the scaler: the random histories.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from accel_scaler import GradScaler
 
 Batch = tuple[Tensor, Tensor]
 Loop = Callable[[Any, nn.Module, torch.optim.Optimizer, list[Batch]], Any]
-
-OVERFLOWING = (0, 3)
 
 
 def batches(count: int, overflowing: tuple[int, ...] = ()) -> list[Batch]:
@@ -66,7 +65,6 @@ def typical(
     optimizer: Any,
     data: list[Batch],
     *,
-    before_step: Callable[[], object] = lambda: None,
     autocast: bool = False,
 ) -> list[float]:
     scales = []
@@ -76,17 +74,10 @@ def typical(
             out = net(x)
         assert out.dtype is (torch.float16 if autocast else torch.float32)
         scaler.scale(mse_loss(out.float(), y)).backward()
-        before_step()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
     return scales
-
-
-def test_the_typical_loop() -> None:
-    scales = agree(typical, batches(9, OVERFLOWING))
-    assert scales[0] == 512.0
-    assert max(scales) > min(scales)
 
 
 def test_the_typical_loop_in_real_half_precision() -> None:
@@ -95,56 +86,6 @@ def test_the_typical_loop_in_real_half_precision() -> None:
     scales = agree(half, batches(16), init_scale=2.0**24, growth_interval=4)
     assert scales[0] == 2.0**23, "the first window overflowed"
     assert any(later > earlier for earlier, later in pairwise(scales))
-
-
-@pytest.mark.parametrize("limit", [0.5, 1e-3, 1e6])
-def test_clipping_after_unscale(limit: float) -> None:
-    def clipped(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[str]:
-        norms = []
-
-        def clip() -> None:
-            scaler.unscale_(optimizer)
-            norms.append(str(nn.utils.clip_grad_norm_(net.parameters(), limit).item()))
-
-        typical(scaler, net, optimizer, data, before_step=clip)
-        return norms
-
-    norms = agree(clipped, batches(8, OVERFLOWING))
-    assert sum(norm in ("inf", "nan") for norm in norms) == len(OVERFLOWING)
-
-
-def test_clipping_scaled_gradients_by_mistake_is_the_same_mistake() -> None:
-    """Clipping before unscaling bounds the scaled norm; the scaler must not repair it silently."""
-
-    def clipped(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> None:
-        clip = partial(nn.utils.clip_grad_norm_, list(net.parameters()), 1.0)
-        typical(scaler, net, optimizer, data, before_step=clip)
-
-    agree(clipped, batches(5))
-
-
-def test_accumulation_keeps_one_scale_for_the_window() -> None:
-    """Clipped at its end, as large language models are trained."""
-    micro_steps = 3
-
-    def accumulate(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
-        scales = []
-        for index, (x, y) in enumerate(data):
-            loss = mse_loss(net(x), y) / micro_steps
-            scaler.scale(loss).backward()
-            scales.append(scaler.get_scale())
-            if (index + 1) % micro_steps == 0:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad(set_to_none=True)
-        return scales
-
-    # The overflow is in the middle of the second window.
-    scales = agree(accumulate, batches(12, (4,)), growth_interval=1)
-    assert [len(set(scales[i : i + 3])) for i in range(0, 12, 3)] == [1, 1, 1, 1]
-    assert scales[::3] == [1024.0, 2048.0, 1024.0, 2048.0]
 
 
 def test_gradient_penalty() -> None:
@@ -167,26 +108,6 @@ def test_gradient_penalty() -> None:
     with_penalty, _ = run(GradScaler("cpu", init_scale=1024.0), penalised, batches(6))
     without, _ = run(GradScaler("cpu", init_scale=1024.0), typical, batches(6))
     assert not torch.equal(with_penalty, without)
-
-
-def test_a_scale_set_by_hand() -> None:
-    """Start high, lower the scale by hand whenever a gradient is not finite."""
-
-    def manual(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
-        scales = []
-        for x, y in data:
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(net(x), y)).backward()
-            overflowed = any(not p.grad.isfinite().all() for p in net.parameters())  # type: ignore[union-attr]
-            scaler.step(optimizer)
-            if overflowed:
-                scaler.update(scaler.get_scale() / 8)
-            else:
-                scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
-
-    assert agree(manual, batches(7, OVERFLOWING))[0] == 128.0
 
 
 def asking(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[bool]:
@@ -255,23 +176,3 @@ def test_a_disabled_scaler_is_no_scaler(loop: Loop) -> None:
     expected, _ = run(torch.amp.GradScaler("cpu", enabled=False), typical, data)
     got, _ = run(GradScaler("cpu", enabled=False), loop, data)
     assert torch.equal(got, expected)
-
-
-def test_two_losses_and_two_optimizers_in_one_window() -> None:
-    def both(scaler: Any, net: Any, optimizer: Any, data: list[Batch]) -> Any:
-        other = mlp(4)
-        second = torch.optim.SGD(other.parameters(), lr=0.02)
-        for x, y in data:
-            optimizer.zero_grad()
-            second.zero_grad()
-            a, b = scaler.scale((mse_loss(net(x), y), mse_loss(other(x), net(x).detach())))
-            a.backward()
-            b.backward()
-            scaler.unscale_(second)
-            nn.utils.clip_grad_value_(other.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.step(second)
-            scaler.update()
-        return weights(other).tolist()
-
-    agree(both, batches(8, OVERFLOWING))

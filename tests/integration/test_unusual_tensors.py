@@ -60,9 +60,6 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-# Gradients whose memory somebody else has.
-
-
 # A default dtype that is not float32.
 
 

@@ -34,21 +34,18 @@ TRAINER = (
     f"--max_steps {STEPS} --save_steps {STEPS} "
 )
 SAMPLED = TRAINER + "--dataset_name prompts --max_completion_length 4 "
-REWARDED = SAMPLED + "--num_generations 2 --reward_funcs run_others.share "
 TRL, ACCELERATE = Path(trl.__file__).parent, Path(accelerate.__file__).parent
 SCRIPTS = {
     "sft": TRAINER + "--dataset_name texts --gradient_accumulation_steps 2",
     "sft, LoRA": TRAINER + "--dataset_name texts --use_peft --lora_r 2",
-    "dpo": TRAINER + "--dataset_name pairs",
     "kto": TRAINER + "--dataset_name judged",
     "reward": TRAINER + "--dataset_name pairs",
-    "grpo": REWARDED + "--gradient_accumulation_steps 2 --num_iterations 2 --beta 0.1",
-    "rloo": REWARDED,
+    "rloo": SAMPLED + "--num_generations 2 --reward_funcs run_others.share",
     "distillation": SAMPLED + "--teacher_model_name_or_path teacher",
     # Two epochs of two batches.
     "test_checkpointing": "--model_name_or_path llama",
 }
-WINDOWS = 8 * STEPS + 4
+WINDOWS = 6 * STEPS + 4
 OF_THE_CLOCK = ("runtime", "per_second", "flos", "step_time", "scaler_skips")
 
 

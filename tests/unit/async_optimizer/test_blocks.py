@@ -118,8 +118,7 @@ def test_blocks_give_the_numbers_of_whole_tensors(
 ) -> None:
     params, whole = parameters(*dtypes), Whole(kind, *dtypes)
     inner = FUSED[kind](groups(params))
-    settings: Any = {"mode": mode, "offload": offload, "master_weights": "auto"}
-    settings["master_weights"] = "fp32"
+    settings: Any = {"mode": mode, "offload": offload, "master_weights": "fp32"}
     with AsyncOptimizer(inner, **settings) as optimizer:
         for step in range(STEPS):
             for p, grad in zip(params, whole.gradients(step), strict=True):

@@ -14,11 +14,7 @@ import torch
 from async_support import one_part_each, values
 from torch import Tensor, nn
 
-from accel_scaler import (
-    AsyncOptimizer,
-    OrderError,
-    StepError,
-)
+from accel_scaler import AsyncOptimizer, OrderError, StepError
 from accel_scaler.async_optimizer.pending_parameter import PendingParameter
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task

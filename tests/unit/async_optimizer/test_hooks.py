@@ -20,10 +20,7 @@ import torch
 from async_support import assert_same, values
 from torch import Tensor, nn
 
-from accel_scaler import (
-    AsyncOptimizer,
-    UnsupportedError,
-)
+from accel_scaler import AsyncOptimizer, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,18 +139,6 @@ def test_an_async_optimizer_is_not_copied_and_its_state_goes_on_elsewhere(
             another.synchronize()
             assert_same(values(other), values(reference(2)[0]))
         assert_same(values(model), values(reference(1)[0]))
-
-
-def test_a_model_in_mid_step_is_copied_finished(late: None) -> None:
-    model = network()
-    with AsyncOptimizer(sgd(model.parameters()), model) as optimizer:
-        train(model, optimizer, range(2))
-        copied, loaded = copy.deepcopy(model), None
-        train(model, optimizer, range(2, 3))
-        loaded = pickle.loads(pickle.dumps(model))
-        for other, steps in ((copied, 2), (loaded, 3)):
-            assert_same(values(other), values(reference(steps)[0]))
-            assert {type(p) for p in other.parameters()} == {nn.Parameter}
 
 
 PREFACE = """

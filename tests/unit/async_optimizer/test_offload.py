@@ -11,11 +11,7 @@ from references import OPTIMIZERS, loss_of, network, same
 from support import mlp
 from torch import Tensor, nn
 
-from accel_scaler import (
-    AsyncOptimizer,
-    GradScaler,
-    ScalerConfig,
-)
+from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.master_params import MasterRule
 from accel_scaler.async_optimizer.replica import Replica

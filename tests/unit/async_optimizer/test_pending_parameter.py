@@ -15,10 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler import StepError
-from accel_scaler.async_optimizer.pending_parameter import (
-    ParameterHold,
-    PendingParameter,
-)
+from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
 
 BEFORE, AFTER = 1.0, 3.0
 

@@ -20,14 +20,7 @@ from async_support import lazy, values
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from accel_scaler import (
-    AsyncOptimizer,
-    ScalerConfig,
-    StepError,
-    UnsupportedError,
-    attach,
-    detach,
-)
+from accel_scaler import AsyncOptimizer, ScalerConfig, StepError, UnsupportedError, attach, detach
 from accel_scaler.async_optimizer.pending_parameter import PASSIVE, ParameterHold, PendingParameter
 
 pytestmark = [

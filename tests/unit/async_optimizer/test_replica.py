@@ -14,13 +14,7 @@ import torch
 from async_support import assert_same, lazy, sleepy
 from torch import Tensor, nn
 
-from accel_scaler import (
-    AsyncOptimizer,
-    GradScaler,
-    UnsupportedError,
-)
-from accel_scaler.async_optimizer.blocks import Run
-from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -270,70 +264,3 @@ def test_step_hooks_are_called_as_torch_calls_them() -> None:
         return called
 
     assert run(AsyncOptimizer) == run(lambda optimizer, model: optimizer)
-
-
-# The kernel called directly, over many small tensors.
-
-SIZES = [(7,), (3, 5), (1,), (33,), (8, 4, 2), (1000,)] * 5
-
-
-def small_parameters() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES]
-
-
-def train_small(
-    direct: bool, patch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
-) -> list[Tensor]:
-    calls: list[bool] = []
-    run = Run.step
-
-    def counting(self: Run, *args: Any) -> None:
-        calls.append(True)
-        run(self, *args)
-
-    patch.setattr(Run, "step", counting)
-    if not direct:
-        patch.setattr(Replica, "runs_of", lambda self, part: [])
-    params = small_parameters()
-    # Neighbours in different groups, as decay and no decay.
-    groups = [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}]
-    inner = torch.optim.AdamW(groups, lr=0.01, fused=True)
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=3)
-    left: list[Tensor] = []
-    with AsyncOptimizer(inner, scaler=scaler, fold_unscale=fold) as optimizer:
-        for step in range(12):
-            generator = torch.Generator().manual_seed(step)
-            scale = scaler.get_scale()
-            scaler.scale(torch.ones(()))
-            for place, p in enumerate(params):
-                p.grad = torch.randn(p.shape, generator=generator) * scale
-                if missing and step % 4 == 3 and place % 3 == 0:
-                    p.grad = None
-                elif p.dim() == 2:  # a gradient laid out unlike its parameter (fault F10)
-                    p.grad = p.grad.t().contiguous().t()
-            if step == 5:
-                params[4].grad = torch.full_like(params[4], float("inf"))
-            if step % 2:
-                optimizer.clip_grad_norm_(clip)
-            optimizer.step()
-            left += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in params]
-            optimizer.zero_grad()
-        state = optimizer.state_dict()["state"]
-    assert len(calls) >= 10 * direct
-    assert direct or not calls
-    flat = [value for entry in state.values() for value in entry.values()]
-    return [*(p.detach() for p in params), *flat, *left]
-
-
-@pytest.mark.parametrize("fold", [False, True], ids=["", "folded"])
-@pytest.mark.parametrize("missing", [False, True], ids=["all gradients", "some missing"])
-@pytest.mark.parametrize("clip", [0.5, 1e9], ids=["clipped", "not clipped"])
-def test_the_kernel_called_directly_trains_bit_for_bit_as_the_optimizer_s_own_step(
-    monkeypatch: pytest.MonkeyPatch, missing: bool, clip: float, fold: bool
-) -> None:
-    with monkeypatch.context() as patch:
-        mine = train_small(True, patch, missing, clip, fold)
-    with monkeypatch.context() as patch:
-        other = train_small(False, patch, missing, clip, fold)
-    assert_same(mine, other)

@@ -15,13 +15,7 @@ from support import mlp, stock, weights
 from torch import nn
 from torch.optim import SGD
 
-from accel_scaler import (
-    OrderError,
-    ScalerConfig,
-    UnsupportedError,
-    attach,
-    detach,
-)
+from accel_scaler import OrderError, ScalerConfig, UnsupportedError, attach, detach
 from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 INF = float("inf")

@@ -11,12 +11,7 @@ from accelerate.utils import DistributedType, GradScalerKwargs
 from attached import assert_untouched, cpu, prepared, train
 from support import stock, weights
 
-from accel_scaler import (
-    ScalerConfig,
-    UnsupportedError,
-    attach,
-    detach,
-)
+from accel_scaler import ScalerConfig, UnsupportedError, attach, detach
 
 INF = float("inf")
 

@@ -6,45 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from boundary_support import SCALE, models, one, ours, tracker
+from boundary_support import models, one, ours
 from support import LR
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
-from accel_scaler import (
-    ScalerConfig,
-)
+from accel_scaler import ScalerConfig
 
 INF = float("inf")
-
-
-# R3: one update a window
-
-
-@pytest.mark.parametrize("bad", [None, 0, 2])
-@pytest.mark.parametrize("clip", [False, True])
-def test_one_update_a_window(bad: int | None, clip: bool) -> None:
-    """Whichever optimizer overflows: it alone is skipped, the scale moves once."""
-    a = ours()
-    ms, optimizers = models(a, 3)
-    gradients = [1.0] * 3
-    if bad is not None:
-        gradients[bad] = INF
-    a.backward(sum((m(g) for m, g in zip(ms, gradients, strict=True)), torch.tensor(0.0)))
-    for m, optimizer, gradient in zip(ms, optimizers, gradients, strict=True):
-        if clip:
-            norm = a.clip_grad_norm_(m.parameters(), 1e6)
-            assert float(norm) == 2 * gradient
-        optimizer.step()
-    assert [m.moved for m in ms] == [float(g != INF) for g in gradients]
-    assert [o.step_was_skipped for o in optimizers] == [g == INF for g in gradients]
-    assert a.scaler.get_scale() == (SCALE if bad is None else SCALE / 2)
-    assert tracker(a) == int(bad is None)
-    assert a.scaler_history.boundaries == 1
-    assert a.scaler_history.skips == int(bad is not None)
-
-
-# What is refused
 
 
 def test_a_scale_too_small_to_divide_by_skips_finite_gradients() -> None:
@@ -55,9 +24,6 @@ def test_a_scale_too_small_to_divide_by_skips_finite_gradients() -> None:
     assert float(a.clip_grad_norm_(model.parameters(), 1.0)) == INF
     optimizer.step()
     assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
-
-
-# Kinds of gradients
 
 
 class Table(nn.Module):

@@ -9,12 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_scaler import (
-    ConfigError,
-    GradScaler,
-    OverflowStreakError,
-    UnsupportedError,
-)
+from accel_scaler import ConfigError, GradScaler, OverflowStreakError, UnsupportedError
 
 INF, NAN = float("inf"), float("nan")
 Stock = torch.amp.GradScaler

@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from accel_scaler.scaling.gradients import (
-    LARGE,
-    check_norms,
-    is_uniform,
-    match_layout,
-)
+from accel_scaler.scaling.gradients import LARGE, check_norms, is_uniform, match_layout
 
 INF, NAN = float("inf"), float("nan")
 

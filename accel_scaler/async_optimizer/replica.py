@@ -27,6 +27,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
+from .arena import Arena
 from .blocks import Follower, Run, Scratch, neighbours, rule_of
 from .compile_session import beside_no_compile
 from .master_params import (
@@ -324,8 +325,14 @@ class Replica:
         runs = chain.from_iterable(part.runs or () for part in self.parts)
         fits = all(run.still_fits(groups[number]) for number, _, run in runs)
         if not fits or self._values is None or not _are_same(values, self._values):
+            entries: dict[Arena, dict[int, Any]] = {}
             for pair in self.pairs:
-                self._move_entry(pair, self.copy.state.get(pair.stepped, {}))
+                entry = self.copy.state.get(pair.stepped, {})
+                entries.setdefault(pair.arena, {})[pair.slot] = entry
+            for arena, mine in entries.items():
+                arena.let_go(mine)
+            for pair in self.pairs:
+                self._move_entry(pair, entries[pair.arena][pair.slot])
             self._values = self._state_values()
             for part in self.parts:
                 part.runs = None

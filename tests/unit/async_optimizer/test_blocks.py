@@ -266,6 +266,12 @@ def exchange(optimizer: Any, params: Any) -> None:
     optimizer.state[params[2]], optimizer.state[params[-1]] = b, a
 
 
+def assign_data(optimizer: Any, params: Any) -> None:
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            value.data = value.data * 0.5
+
+
 def without_momentum(optimizer: Any, params: Any) -> None:
     optimizer.param_groups[0]["momentum"] = 0.0
 
@@ -277,6 +283,7 @@ def with_momentum(optimizer: Any, params: Any) -> None:
 EDITS: dict[str, dict[int, Callable[[Any, Any], None]]] = {
     "taken out": {2: take_out, 4: put_back},
     "one taken out": {2: take_one_out, 4: put_back},
+    "data": {2: assign_data},
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -32,9 +32,9 @@ class Where(Enum):
 class Arena:
     """Parameters side by side: masters in one buffer, and buffers alike for state of their shape.
 
-    ``optimizer.state[p]`` has views of them. What is replaced there is copied back before the next
-    step (:meth:`adopt`). Without masters the state stays where the optimizer has it, but for the
-    counts of steps.
+    ``optimizer.state[p]`` has views of them. What is replaced there is copied before the next step
+    (:meth:`adopt`), and what was taken out is written to no more (:meth:`let_go`). Without masters
+    the state stays where the optimizer has it, but for the counts of steps.
 
     Args:
         targets: the model's parameters, in the order of their slots.
@@ -59,9 +59,9 @@ class Arena:
             self.offsets.append(self._length)
             self._length += -(-each // ALIGNED) * ALIGNED
         self._views: dict[str, list[Tensor]] = {}
-        self.counts = torch.zeros(len(targets), device=device)
-        """The ``step`` in each one's state."""
-        self._count_views = list(self.counts.unbind())
+        self._given: set[tuple[str, int]] = set()
+        """The keys and slots of what is in the optimizer's state."""
+        self._make_counts()
         self._fits = [
             has_masters or (type(t) is Tensor and t.dtype is torch.float32 and is_dense(t))
             for t in targets
@@ -100,9 +100,8 @@ class Arena:
 
     def fill(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
         """Give a parameter with a master its first state: zeros."""
-        entry.update({key: self.views(key)[slot] for key in keys})
-        if counts:
-            entry["step"] = self._count_views[slot]
+        for name in [*keys, *["step"] * counts]:
+            self._give(name, slot, entry).zero_()
         self.where[slot] = Where.HERE
 
     def adopt(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
@@ -110,7 +109,6 @@ class Arena:
         names, shape = [*keys, *["step"] * counts], self.shapes[slot]
         values = {name: entry[name] for name in names if entry.get(name) is not None}
         if not values and self._fits[slot] and (names or self.has_masters):
-            self._clear(slot)
             self.where[slot] = Where.NOWHERE
             return
         shapes = [(v.shape if isinstance(v, Tensor) else None) for v in values.values()]
@@ -125,25 +123,58 @@ class Arena:
             self.where[slot] = Where.ELSEWHERE
             return
         for name in names if self.has_masters else names[len(keys) :]:
-            view = self._count_views[slot] if name == "step" else self.views(name)[slot]
-            if entry[name] is not view:
+            view = self._view_of(name, slot)
+            if not _is_same_memory(entry[name], view):
                 view.copy_(entry[name])
-                entry[name] = view
+                self._give(name, slot, entry)
         self.where[slot] = Where.HERE
 
-    def _clear(self, slot: int) -> None:
-        """A first state begins here."""
-        self._count_views[slot].zero_()
-        if self.where[slot] is Where.HERE:
-            for key, views in self._views.items():
-                if key != MASTER:
-                    views[slot].zero_()
+    def let_go(self, entries: Mapping[int, dict[str, Any]]) -> None:
+        """Write no more to state that is not in the ``entries`` of slots any more: whoever has
+        taken it out may put it back, or into another entry."""
+        lost = {
+            (name, slot)
+            for name, slot in self._given
+            if not _is_same_memory(entries.get(slot, {}).get(name), self._view_of(name, slot))
+        }
+        self._given -= lost
+        for name in {name for name, _ in lost}:
+            if name == "step":
+                self._make_counts()
+            elif all(given != name for given, _ in self._given):
+                del self._views[name]
+            else:
+                views = self._views[name]
+                for slot in [slot for lost_name, slot in lost if lost_name == name]:
+                    views[slot] = torch.empty_like(views[slot])
+
+    def _make_counts(self) -> None:
+        self.counts = torch.zeros(len(self.shapes), device=self.device)
+        """The ``step`` in each one's state."""
+        self._count_views = list(self.counts.unbind())
+
+    def _give(self, name: str, slot: int, entry: dict[str, Any]) -> Tensor:
+        self._given.add((name, slot))
+        view = self._view_of(name, slot)
+        entry[name] = view.detach()  # its ``.data`` may be assigned
+        return view
+
+    def _view_of(self, name: str, slot: int) -> Tensor:
+        return self._count_views[slot] if name == "step" else self.views(name)[slot]
 
 
 def is_dense(t: Tensor) -> bool:
     """Whether its elements fill its memory, in whatever order."""
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return t.numel() == 0 or t.numel() == last + 1
+
+
+def _is_same_memory(value: object, view: Tensor) -> bool:
+    """Whether they are the same elements."""
+    if type(value) is not Tensor or (value.dtype, value.device) != (view.dtype, view.device):
+        return False
+    one, other = ((t.shape, t.stride(), t.data_ptr()) for t in (value, view))
+    return one == other
 
 
 def flat(t: Tensor) -> Tensor:

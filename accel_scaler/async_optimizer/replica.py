@@ -27,6 +27,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
+from .arena import Arena
 from .blocks import Follower, Run, Scratch, neighbours, rule_of
 from .compile_session import beside_no_compile
 from .master_params import (
@@ -162,6 +163,8 @@ class Replica:
         self._has_all_state = False
         self._values: list[Any] | None = None
         """Of the entries, when they were last moved to where they are stepped."""
+        self._places: list[int] = []
+        """Where those were in memory: ``.data`` may be assigned."""
         self._recorded: tuple[Any, list[Any]] = None, []
         """The training stream and these values, when they were last recorded on streams."""
 
@@ -323,10 +326,18 @@ class Replica:
         groups, values = self.optimizer.param_groups, self._state_values()
         runs = chain.from_iterable(part.runs or () for part in self.parts)
         fits = all(run.still_fits(groups[number]) for number, _, run in runs)
-        if not fits or self._values is None or not _are_same(values, self._values):
+        is_known = self._values is not None and _are_same(values, self._values)
+        if not (fits and is_known and self._places == _places_of(values)):
+            entries: dict[Arena, dict[int, Any]] = {}
             for pair in self.pairs:
-                self._move_entry(pair, self.copy.state.get(pair.stepped, {}))
+                entry = self.copy.state.get(pair.stepped, {})
+                entries.setdefault(pair.arena, {})[pair.slot] = entry
+            for arena, mine in entries.items():
+                arena.let_go(mine)
+            for pair in self.pairs:
+                self._move_entry(pair, entries[pair.arena][pair.slot])
             self._values = self._state_values()
+            self._places = _places_of(self._values)
             for part in self.parts:
                 part.runs = None
 
@@ -510,6 +521,10 @@ class Replica:
         """Tensors that the step makes without naming a device lie where the masters are."""
         elsewhere = self.offload and torch.get_default_device().type != "cpu"
         return torch.device("cpu") if elsewhere else nullcontext()
+
+
+def _places_of(values: list[Any]) -> list[int]:
+    return [value.data_ptr() for value in values if type(value) is Tensor]
 
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:

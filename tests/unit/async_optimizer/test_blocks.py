@@ -166,12 +166,13 @@ def test_state_that_is_replaced_is_taken_over_and_what_is_removed_begins_anew(
     params, inner, step = trained
     p, other = params[3], params[8]
     before = inner.state[p]["exp_avg"]
+    kept = before.clone()
     inner.state[p]["exp_avg"] = torch.full_like(before, 0.25)
     del inner.state[other]
     step(2)
-    assert inner.state[p]["exp_avg"] is before
+    assert same(before, kept)
     grad = p.grad.float()
-    torch.testing.assert_close(before, 0.25 + (grad - 0.25) * (1.0 - 0.9))
+    torch.testing.assert_close(inner.state[p]["exp_avg"], 0.25 + (grad - 0.25) * (1.0 - 0.9))
     assert float(inner.state[other]["step"]) == 1.0
     torch.testing.assert_close(inner.state[other]["exp_avg"], other.grad.float() * (1.0 - 0.9))
 
@@ -216,3 +217,93 @@ def test_memory_that_cannot_be_had_is_an_error_before_anything_is_changed(
         AsyncOptimizer(inner, offload="cpu")
     assert inner.state == {}
     assert "step" not in vars(inner)
+
+
+def edited(make: Make, edits: dict[int, Callable[[Any, Any], None]], **options: Any) -> list[Any]:
+    """Parameters and state after steps before which the optimizer's state was edited."""
+    params = parameters(FULL)
+    optimizer = make(params)
+    used: Any = AsyncOptimizer(optimizer, **options) if options else optimizer
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:  # torch's kernel needs them laid out alike
+            grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.empty_like(p, requires_grad=False).copy_(grad)
+        if options:
+            used.synchronize()
+        edits.get(step, lambda optimizer, params: None)(optimizer, params)
+        used.step()
+    if options:
+        used.close()
+    return [p.detach() for p in params] + [
+        value for p in params for _, value in sorted(optimizer.state[p].items())
+    ]
+
+
+def take_out(optimizer: Any, params: Any) -> None:
+    optimizer.taken = {p: dict(optimizer.state[p]) for p in params}
+    for p in params[::2]:
+        optimizer.state[p] = {}
+    for p in params[1::2]:
+        optimizer.state[p].clear()
+
+
+def put_back(optimizer: Any, params: Any) -> None:
+    optimizer.state.update(optimizer.taken)
+
+
+def take_one_out(optimizer: Any, params: Any) -> None:
+    optimizer.taken = {params[3]: optimizer.state[params[3]]}
+    optimizer.state[params[3]] = {
+        k: torch.zeros_like(v) for k, v in optimizer.state[params[3]].items()
+    }
+
+
+def exchange(optimizer: Any, params: Any) -> None:
+    """Two parameters of one shape swap their state."""
+    a, b = optimizer.state[params[2]], optimizer.state[params[-1]]
+    optimizer.state[params[2]], optimizer.state[params[-1]] = b, a
+
+
+def assign_data(optimizer: Any, params: Any) -> None:
+    for entry in optimizer.state.values():
+        for value in entry.values():
+            value.data = value.data * 0.5
+
+
+def without_momentum(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.0
+
+
+def with_momentum(optimizer: Any, params: Any) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.9
+
+
+EDITS: dict[str, dict[int, Callable[[Any, Any], None]]] = {
+    "taken out": {2: take_out, 4: put_back},
+    "one taken out": {2: take_one_out, 4: put_back},
+    "data": {2: assign_data},
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("kind", ["adamw", "adam", "momentum"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_state_that_was_replaced_stays_as_it_was(name: str, kind: str, mode: str) -> None:
+    expected = edited(FUSED[kind], EDITS[name])
+    got = edited(FUSED[kind], EDITS[name], mode=mode)
+    assert len(got) == len(expected)
+    assert all(map(same, got, expected))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_parameters_may_swap_their_state(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SHAPES", ((5,), (3, 7), (129,), (16, 40), (129,)))
+    expected = edited(FUSED[kind], {3: exchange})
+    assert all(map(same, edited(FUSED[kind], {3: exchange}, mode="delayed"), expected))
+
+
+def test_momentum_switched_off_for_some_steps_is_kept() -> None:
+    edits = {2: without_momentum, 4: with_momentum}
+    expected = edited(FUSED["momentum"], edits)
+    assert all(map(same, edited(FUSED["momentum"], edits, mode="delayed"), expected))

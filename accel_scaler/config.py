@@ -153,7 +153,7 @@ class ScalerConfig:
             always: every window is watched (slow). off: only names of parameters. auto: replay with
             heal; with telemetry or max_consecutive_skips watch after an overflow; else off.
         heal: Keep the smallest module that overflows at any scale in float32, and save its name.
-        fp32_modules: Modules that run in float32 under fp16: globs on the names of
+        fp32_modules: Modules that run in float32 under autocast: globs on the names of
             model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between
             them. A glob without a match is an error.
         telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the

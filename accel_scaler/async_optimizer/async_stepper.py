@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,8 +67,6 @@ from .supported_optimizers import refuse_overlap
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
-
-_version_of = attrgetter("_version")
 
 
 class Stage(Enum):
@@ -155,7 +152,7 @@ class AsyncStepper(Stepper):
         """Of stage ``RUNNING``."""
         self._guards_backward = guards_backward
         self._versions: list[int] = []
-        """With masters: each parameter's, in the order of the parts, when it last was what its
+        """With masters: each parameter's, in the optimizer's order, when it last was what its
         master rounds to."""
         self._logged_edits = False
         self._lost: str | None = None
@@ -238,7 +235,7 @@ class AsyncStepper(Stepper):
             self._publish(self.delayed)
         before = replica.pairs
         # Without masters there are none yet.
-        known = dict(zip(map(id, replica.params), self._versions, strict=False))
+        known = {id(pair.param): v for pair, v in zip(before, self._versions, strict=False)}
         replica.follow()
         unguard(before, kept=replica.pairs)
         if self.delayed is not None:
@@ -246,8 +243,8 @@ class AsyncStepper(Stepper):
         self._note_versions()
         if self._versions:
             self._versions = [
-                known.get(id(p), version)
-                for p, version in zip(replica.params, self._versions, strict=True)
+                known.get(id(pair.param), version)
+                for pair, version in zip(replica.pairs, self._versions, strict=True)
             ]
         if moved:
             raise OrderError(
@@ -257,8 +254,8 @@ class AsyncStepper(Stepper):
             )
 
     def _note_versions(self) -> None:
-        params = self.replica.params if self.replica.has_masters else ()
-        self._versions = list(map(_version_of, params))
+        pairs = self.replica.pairs if self.replica.has_masters else ()
+        self._versions = [pair.param._version for pair in pairs]
 
     def _follow_edits(self) -> None:
         known = self._versions
@@ -266,7 +263,7 @@ class AsyncStepper(Stepper):
         edited = [
             pair
             for pair, now, version in zip(
-                self.replica.ordered if known != self._versions else (),
+                self.replica.pairs if known != self._versions else (),
                 self._versions,
                 known,
                 strict=False,
@@ -289,7 +286,6 @@ class AsyncStepper(Stepper):
         self.finish()
         with self.lock:
             self.replica.order_by(Module.parameters(model))
-        self.refresh()
 
     def follow_unseen_edits(self) -> None:
         """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.

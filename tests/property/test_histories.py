@@ -186,6 +186,9 @@ SHOWN: dict[str, list[Call]] = {
     "a function beside a frozen parameter, saved": [
         *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES),
     ],
+    "a new group, then a window without gradients": [
+        *(BACKWARD, STEP, ("add_group", {}), STEP, BACKWARD, STEP, STATES),
+    ],
 }
 
 

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from accel_scaler.scaling.gradients import LARGE, check_norms, is_uniform, match_layout
+from accel_scaler.scaling.gradients import (
+    LARGE,
+    NORM_BLOCK,
+    check_norms,
+    is_uniform,
+    match_layout,
+    norm_of,
+)
 
 INF, NAN = float("inf"), float("nan")
 
@@ -91,6 +98,21 @@ def test_a_total_is_never_missing_a_gradient() -> None:
     if norms.total is not None:
         whole = plain_norm([g * 2.0**-127 for g in (*small, large)])
         assert norms.host_total == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [NORM_BLOCK, 2 * NORM_BLOCK + 5])
+def test_the_norm_of_low_precision_is_taken_in_float32(dtype: torch.dtype, size: int) -> None:
+    """In blocks of float32 each; squares beyond float16's range and below it count."""
+    grad = (torch.randn(size, 3) * 1000).to(dtype).t()
+    grad[1] = 1e-6
+    expected = float(grad.double().norm())
+    assert float(norm_of(grad, 2.0)) == pytest.approx(expected, rel=1e-5)
+    assert float(norm_of(grad, INF)) == float(grad.abs().max())
+    norms = check_norms([grad, torch.ones(3, dtype=dtype)], torch.tensor(0.25), keep_each=True)
+    assert norms.host_total == pytest.approx(math.hypot(expected, 3**0.5) / 4, rel=1e-5)
+    grad[2, -1] = NAN
+    assert check_norms([grad], torch.tensor(0.25)).overflowed == (0,)
 
 
 def test_uniform_gradients() -> None:

@@ -87,6 +87,12 @@ class Arena:
         place = memory.storage_offset() + self.offsets[slot] - begin
         return memory.as_strided(self.shapes[slot], self.strides[slot], place)
 
+    def are_neighbours(self, slot: int, views: Sequence[Tensor]) -> bool:
+        """Whether they lie in memory as ``slot`` and those behind it do here."""
+        begin, start = views[0].data_ptr(), self.offsets[slot]
+        places = (begin + 4 * (offset - start) for offset in self.offsets[slot:])
+        return all(map(int.__eq__, map(Tensor.data_ptr, views), places))
+
     def _allocate(self, key: str) -> Tensor:
         try:
             return torch.zeros(self._length, dtype=torch.float32, device=self.device)

@@ -101,6 +101,8 @@ class Block:
     targets: list[Tensor]
     previews: list[Tensor]
     """Where the preview of the next update is prepared (``delayed``); else empty."""
+    is_joined: bool
+    """Masters and state are neighbours in memory, each of them."""
     scratch: dict[int, list[Tensor]] = field(default_factory=dict)
     """See :meth:`Run.scratch`."""
 
@@ -298,6 +300,12 @@ class Run:
             )
         return block.scratch[number]
 
+    def joined(self, block: Block, *scratch: list[Tensor]) -> list[list[Tensor]]:
+        """Its masters, state and ``scratch``, each as one tensor where they are neighbours: an
+        operation on every element gives the same bits, and takes one call."""
+        rows = [block.masters, *block.state, *scratch]
+        return [[_joined(row, block.length)] for row in rows] if block.is_joined else rows
+
     def _publish(self, block: Block) -> None:
         source = block.masters
         if block.staging:
@@ -325,6 +333,8 @@ class Run:
         arena, pairs, first = self._arena, self.pairs[c:d], self._first + c
         begin, end = arena.offsets[first], arena.end(self._first + d - 1)
         entries = [self._state[pair.stepped] for pair in pairs]
+        masters = [pair.stepped.data for pair in pairs]
+        state = [[entry[key] for entry in entries] for key in self.keys]
         whole = Block(
             places=slice(c, d),
             slots=range(first, first + d - c),
@@ -334,12 +344,13 @@ class Run:
             strides=self._strides[c:d],
             is_small=arena.device.type == "cpu"
             and max(arena.lengths[first : first + d - c]) <= SMALL,
-            masters=[pair.stepped.data for pair in pairs],
-            state=[[entry[key] for entry in entries] for key in self.keys],
+            masters=masters,
+            state=state,
             counts=[entry["step"] for entry in entries] if self._rule.counts else [],
             staging=[pair.staging for pair in pairs if pair.staging is not None],
             targets=[pair.target for pair in pairs],
             previews=[pair.preview for pair in pairs if pair.preview is not None],
+            is_joined=all(arena.are_neighbours(first, row) for row in (masters, *state)),
         )
         if end - begin <= self._limit or not is_dense(pairs[0].target):
             yield whole

@@ -10,8 +10,7 @@ share. With ``w`` the parameter, ``g`` its gradient (unscaled, clipped; negated 
     preview = keep * w - velocity_rate * b - momentum_rate * m / d - gradient_rate * e
     share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
     e       = clamp(wd * w / d, -reach, reach)
-    d       = root_scale * root + eps,    rms(d) = root_scale * sqrt(mean(root**2)) + eps
-    root    = sqrt(v)
+    d       = root_scale * sqrt(v) + eps,    rms(d) = sqrt(mean(d**2))
 
 The known part is exact, but for second moments ``v``, which are taken to stay as they are, bias
 corrected. The share has one step size for each tensor. ``reach`` bounds any gradient divided by the
@@ -34,7 +33,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -88,65 +86,56 @@ class Terms:
 
     def write(
         self,
-        w: list[Tensor],
-        out: list[Tensor] | None,
-        velocity: list[Tensor],
-        momentum: list[Tensor],
-        seconds: list[Tensor],
-        scratch: Callable[[int], list[Tensor]],
-    ) -> list[Tensor]:
-        """Write previews of ``w`` to ``out`` (None: nowhere), and return the norms of the roots of
-        second moments, if there are any. Lists of tensors of the same shapes, or empty; ``scratch``
-        returns two more, by their number: memory allocated anew would not be in cache."""
-        norms: list[Tensor] = []
-        if self.is_rooted:
-            roots = scratch(1)
-            torch._foreach_copy_(roots, seconds)
-            torch._foreach_sqrt_(roots)
-            norms = list(torch._foreach_norm(roots))
-        if out is None:
-            return norms
-        found, kept = scratch(0), self.keep - (0.0 if self.is_rooted else self._decay_rate)
-        torch._foreach_copy_(found, w)
-        torch._foreach_mul_(found, kept)
-        if self.velocity_rate:
-            torch._foreach_add_(found, velocity, alpha=-self.velocity_rate)
-        if self.is_rooted:
-            torch._foreach_add_(roots, self.eps / self.root_scale)
-            if rate := self.momentum_rate / self.root_scale:
-                torch._foreach_addcdiv_(found, momentum, roots, value=-rate)
-            if self._decay_rate:
-                self._add_decay(found, w, roots)
-        torch._foreach_copy_(out, found)
-        return norms
+        w: Tensor,
+        velocity: Tensor | None,
+        momentum: Tensor | None,
+        seconds: Tensor | None,
+        found: Tensor | None,
+        roots: Tensor,
+    ) -> None:
+        """Write the preview of ``w`` to ``found`` (None: nowhere) and, where there are second
+        moments, ``d / root_scale`` to ``roots``.
+
+        Args:
+            w: float32; the others are of its shape. None: the optimizer has none.
+        """
+        if seconds is not None:
+            torch.sqrt(seconds, out=roots)
+            roots.add_(self.eps / self.root_scale)
+        if found is None:
+            return
+        torch.mul(w, self.keep - (0.0 if self.is_rooted else self._decay_rate), out=found)
+        if velocity is not None and self.velocity_rate:
+            found.add_(velocity, alpha=-self.velocity_rate)
+        if momentum is not None and (rate := self.momentum_rate / self.root_scale):
+            found.addcdiv_(momentum, roots, value=-rate)
+        if self.is_rooted and self._decay_rate:
+            limit = self.reach * self.root_scale / self.weight_decay
+            decays = torch.div(w, roots).clamp_(-limit, limit)
+            found.add_(decays, alpha=-self._decay_rate / self.root_scale)
 
     def shares(
-        self, sizes: Mapping[int, int], owners: Sequence[int], norms: list[Tensor]
-    ) -> dict[int, Share]:
-        """What the gradients add, from elements by owner, and from the norms that :meth:`write` has
-        returned and whose they are. Synchronises with the device where there are second moments."""
-        squares = dict.fromkeys(sizes, 0.0)
-        for owner, norm in zip(owners, torch.stack(norms).tolist() if norms else (), strict=False):
-            squares[owner] += norm * norm
-        return {owner: self._share(square, sizes[owner]) for owner, square in squares.items()}
+        self, sizes: Sequence[int], owners: Sequence[int], norms: list[Tensor]
+    ) -> list[Share]:
+        """What the gradients add.
+
+        Args:
+            sizes: elements of each parameter.
+            owners: the place of each of ``norms`` among ``sizes``.
+            norms: of what :meth:`write` has written to ``roots``; [] without second moments.
+                Synchronises with their device.
+        """
+        if not self.is_rooted:
+            return [Share(-self.gradient_rate, math.inf)] * len(sizes)
+        each, lengths = torch.stack(norms).double().cpu(), torch.tensor(sizes).double()
+        squares = torch.zeros_like(lengths).index_add_(0, torch.tensor(owners), each * each)
+        rms = self.root_scale * (squares / lengths.clamp(min=1.0)).sqrt()
+        rates = torch.where(rms > 0.0, -self.gradient_rate / rms, 0.0)
+        return list(map(Share, rates.tolist(), (self.reach * rms).tolist()))
 
     @property
     def _decay_rate(self) -> float:
         return abs(self.gradient_rate) * self.weight_decay
-
-    def _add_decay(self, found: list[Tensor], weights: list[Tensor], roots: list[Tensor]) -> None:
-        decays = list(torch._foreach_div(weights, roots))
-        limit = self.reach * self.root_scale / self.weight_decay
-        torch._foreach_clamp_min_(decays, -limit)
-        torch._foreach_clamp_max_(decays, limit)
-        torch._foreach_add_(found, decays, alpha=-self._decay_rate / self.root_scale)
-
-    def _share(self, square: float, size: int) -> Share:
-        """``square``: the sum of the squares of its roots."""
-        if not self.is_rooted:
-            return Share(-self.gradient_rate, math.inf)
-        rms = self.root_scale * math.sqrt(square) / math.sqrt(max(size, 1)) + self.eps
-        return Share(-self.gradient_rate / rms, self.reach * rms) if rms > 0.0 else Share(0.0, 0.0)
 
 
 def sgd_terms(group: Group, k: float) -> Terms:
@@ -198,14 +187,14 @@ class PreviewRule(NamedTuple):
 
     terms: Callable[[Group, float], Terms]
     """From a group's settings, and the number of updates done."""
-    columns: Callable[[list[list[Tensor]]], tuple[list[Tensor], list[Tensor], list[Tensor]]]
-    """Velocity, momentum and second moments in the state of a block."""
+    columns: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    """Velocity, momentum and second moments among a parameter's state, in the order of its keys."""
 
 
 RULES = {
-    "SGD": PreviewRule(sgd_terms, lambda state: (state[0] if state else [], [], [])),
-    "Adam": PreviewRule(adam_terms, lambda state: ([], state[0], state[-1])),
-    "AdamW": PreviewRule(_adamw_terms, lambda state: ([], state[0], state[-1])),
+    "SGD": PreviewRule(sgd_terms, lambda velocity=None: (velocity, None, None)),
+    "Adam": PreviewRule(adam_terms, lambda average, *squares: (None, average, squares[-1])),
+    "AdamW": PreviewRule(_adamw_terms, lambda average, *squares: (None, average, squares[-1])),
 }
 """By the name of torch's class."""
 
@@ -273,16 +262,20 @@ class Behind:
 
     def block(self, run: Run, block: Block) -> None:
         """Write the previews of its masters and state as they are."""
-        out = (block.previews or block.targets) if self._writes else None
-        columns, scratch = self._rule.columns(block.state), partial(run.scratch, block)
-        self._norms += self._terms.write(block.masters, out, *columns, scratch)
-        self._owners += block.slots
+        terms, found, roots = self._terms, run.scratch(block), run.scratch(block, 1)
+        for w, *state, new, root in zip(*run.joined(block, found, roots), strict=True):
+            terms.write(w, *self._rule.columns(*state), new if self._writes else None, root)
+        if self._writes:
+            torch._foreach_copy_(block.previews or block.targets, found)
+        if terms.is_rooted:
+            self._norms += torch._foreach_norm(roots)
+            self._owners += [slot - self._first for slot in block.slots]
 
     def end(self) -> None:
         """Note what the gradients add. Synchronises with a device."""
-        sizes = {pair.slot: pair.stepped.numel() for pair in self._pairs}
+        sizes = [pair.stepped.numel() for pair in self._pairs]
         shares = self._terms.shares(sizes, self._owners, self._norms)
-        self._prepared.shares.update((id(pair), shares[pair.slot]) for pair in self._pairs)
+        self._prepared.shares.update(zip(map(id, self._pairs), shares, strict=True))
 
 
 class Previews:
@@ -456,17 +449,15 @@ def _scaled(share: Share, factor: float) -> Share:
 
 def _add_shares(run: Run, block: Block, shares: Sequence[Share], factors: Sequence[float]) -> None:
     """Write ``preview + share`` to the model, one multiply and add, from gradients in scratch."""
-    scaled, grads, sums = (
-        list(map(_scaled, shares, factors)),
-        run.scratch(block),
-        run.scratch(block, 1),
-    )
-    limits = [min(limit, MAX_LIMIT) for _, limit in scaled]
+    grads, sums = run.scratch(block), run.scratch(block, 1)
+    rates, limits = zip(*map(_scaled, shares, factors), strict=True)
     torch._foreach_copy_(sums, block.previews or block.targets)
-    for grad, limit, total, (rate, _) in zip(grads, limits, sums, scaled, strict=True):
-        if limit < MAX_LIMIT:
-            grad.clamp_(-limit, limit)
-        total.add_(grad, alpha=rate)
+    if min(limits) < MAX_LIMIT:
+        most = [min(limit, MAX_LIMIT) for limit in limits]
+        torch._foreach_clamp_max_(grads, most)
+        torch._foreach_clamp_min_(grads, [-limit for limit in most])
+    # With the rates as tensors the kernel rounds once, as add_ does with ``alpha``.
+    torch._foreach_addcmul_(sums, grads, torch.tensor(rates, device=sums[0].device).unbind())
     torch._foreach_copy_(block.targets, sums)
 
 

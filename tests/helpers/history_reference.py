@@ -176,8 +176,9 @@ def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float
     b1, b2 = group["betas"]
     root = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].sqrt()
     scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
-    kept.addcdiv_(state["exp_avg"], root + eps / scale, value=-step * b1 / scale)
-    size = scale * float(root.norm()) / math.sqrt(root.numel()) + eps
+    root += eps / scale
+    kept.addcdiv_(state["exp_avg"], root, value=-step * b1 / scale)
+    size = scale * math.sqrt(float(root.norm()) ** 2 / root.numel())
     most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * size
     return kept, -step * (1.0 - b1) / size, most
 

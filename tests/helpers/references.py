@@ -56,9 +56,9 @@ def show(
     (b1, b2), k = group["betas"], float(state["step"])
     root = state["exp_avg_sq"].sqrt()
     scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
-    s = scale * float(root.norm()) / math.sqrt(root.numel()) + group["eps"]
-    kept, size = w * (1.0 - lr * decay), root + group["eps"] / scale
-    p.copy_(kept.addcdiv_(state["exp_avg"], size, value=-step * b1 / scale))
+    root += group["eps"] / scale
+    s, kept = scale * math.sqrt(float(root.norm()) ** 2 / root.numel()), w * (1.0 - lr * decay)
+    p.copy_(kept.addcdiv_(state["exp_avg"], root, value=-step * b1 / scale))
     most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * s / factor
     p.add_(g.clamp(-most, most), alpha=-step * (1.0 - b1) / s * factor)
 

@@ -73,10 +73,11 @@ def previewed(
     assert rule is not None
     preview, norms = torch.empty_like(w), list[Tensor]()
     for i in range(0, w.numel(), largest):
-        flats = [[t.view(-1)[i : i + largest]] for t in (w.detach(), preview, *state)]
-        columns = rule.columns(flats[2:])
-        norms += terms.write(*flats[:2], *columns, lambda _, w=flats[0][0]: [torch.empty_like(w)])
-    rate, limit = terms.shares({0: w.numel()}, [0] * len(norms), norms)[0]
+        some, found, *rows = (t.view(-1)[i : i + largest] for t in (w.detach(), preview, *state))
+        roots = torch.empty_like(some)
+        terms.write(some, *rule.columns(*rows), found, roots)
+        norms += [roots.norm()] if terms.is_rooted else []
+    ((rate, limit),) = terms.shares([w.numel()], [0] * len(norms), norms)
     return preview.add_(g.clamp(-limit, limit), alpha=rate)
 
 
@@ -122,9 +123,9 @@ def test_no_gradient_moves_more_at_once_than_its_update_could(name: str) -> None
         w.grad = torch.randn(64, generator=torch.Generator().manual_seed(number))
         optimizer.step()
     terms, state = terms_and_state(optimizer, w)
-    scratch = [torch.empty_like(w.detach())]
-    norms = terms.write([w.detach()], None, [], *([t] for t in state), lambda _: scratch)
-    rate, limit = terms.shares({0: 64}, [0], norms)[0]
+    roots = torch.empty_like(w.detach())
+    terms.write(w.detach(), None, *state, None, roots)
+    ((rate, limit),) = terms.shares([64], [0], [roots.norm()])
     for size in (1e3, 1e6):
         calm, excited = copy.deepcopy(optimizer), copy.deepcopy(optimizer)
         for other, grad in ((calm, torch.zeros(64)), (excited, torch.full((64,), size))):

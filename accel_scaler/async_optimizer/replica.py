@@ -154,9 +154,10 @@ class Replica:
         self._spot_check = SpotCheck((), set())
         self._shares_memory = False
         """Some parameters have memory in common, so there is one part."""
-        self._known: list[Tensor] = []
+        self.known: list[Tensor] = []
+        """The optimizer's parameters at the last :meth:`follow`, in its order."""
         self._layout: object = None
-        """The parameters of the last :meth:`follow`, and where they were."""
+        """Where these were."""
         self._state: Any = None
         self._entries: list[Any] = []
         """The optimizer's state as it was last shared, and its entries."""
@@ -173,7 +174,7 @@ class Replica:
         params = parameters_of(self.optimizer)
         return (
             self.copy is not None
-            and _are_same(params, self._known)
+            and _are_same(params, self.known)
             and self._layout_of(params) == self._layout
         )
 
@@ -228,7 +229,7 @@ class Replica:
             for pair in known
             if pair.is_master and id(pair.param) not in now and pair.param in self.optimizer.state
         ]
-        self.pairs, self._known, self._saved = pairs, params, set()
+        self.pairs, self.known, self._saved = pairs, params, set()
         self._layout = self._layout_of(params)
         self._shares_memory = bool(overlapping([pair.target for pair in pairs]))
         self._make_copy()

@@ -177,3 +177,15 @@ def test_the_norm_of_no_gradients_is_a_number() -> None:
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.device("meta"), AsyncOptimizer(inner, model, scaler=scaler) as optimizer:
         assert float(optimizer.clip_grad_norm_(1.0)) == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_the_slow_loop_of_an_optimizer_in_host_memory_is_warned_of(
+    offload: str, fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    plain = torch.optim.AdamW(model.parameters(), fused=fused)
+    with AsyncOptimizer(plain, model, offload=offload):
+        warned = [record for record in caplog.records if "fused=True" in record.message]
+    assert len(warned) == (offload == "cpu" and not fused)

@@ -24,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
-.PHONY: soak bench bench-guard bench-host bench-host-adam bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
+.PHONY: soak bench bench-guard bench-host bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
 # want the cores a thread that spins keeps the one it waits for from running.
@@ -126,12 +126,9 @@ bench: $(STAMP)
 bench-guard: $(STAMP)
 	$(BIN)/python benchmarks/guard.py $(ARGS)
 
-bench-host: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/host_step.py $(ARGS)
-
 # With `pip install deepspeed ninja` in the environment DeepSpeed's has a row, too.
-bench-host-adam: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/host_adam.py $(ARGS)
+bench-host: $(STAMP)
+	$(BIN)/python benchmarks/host_step.py $(ARGS)
 
 bench-cpu: $(STAMP)
 	$(BIN)/python benchmarks/cpu_fp16.py $(ARGS)

@@ -28,8 +28,7 @@ LOAD = ["--case", "long", "--windows", "100", "--variant", "sync"]
 ROWS: dict[str, tuple[list[str], str, int]] = {
     "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{3}}$", 3),
     "guard": (["--repeats", "2"], rf"^tiny +(no )?clip({NUMBER}){{5}}$", 2),
-    "host_adam": (["--repeats", "2"], rf"^torch, [a-z ]+{NUMBER} ms{NUMBER}$", 3),
-    "host_step": (["--repeats", "1"], rf"^tiny +\w+ +\w+, \w+({NUMBER}){{4}}$", 18),
+    "host_step": (["--repeats", "1"], rf"^tiny +\w+ +\w+, [a-z ]+\d({NUMBER}){{4}}$", 54),
     "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),
     "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{4}}$", 4),

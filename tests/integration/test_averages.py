@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from places import ROOT
 from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, Reference, loss_of, network
-from support import reset, same
+from support import reset, same, weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import IterableDataset
@@ -158,6 +158,36 @@ def test_in_delayed_it_is_one_of_what_the_model_was_shown(kind: str, compensatio
     average.update_parameters(model)
     mode = {"step_mode": "delayed", "delay_compensation": compensation}
     assert same(attached("no", LATER, kind, **mode), outcome(model, average))
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_of_narrow_weights_the_average_is_float32(mode: str, dtype: torch.dtype) -> None:
+    """That of the weights as they are rounded; in their own dtype most of it stays."""
+    slow, expected = copy.deepcopy(network(dtype)).float(), copy.deepcopy(network(dtype)).float()
+    own = copy.deepcopy(network(dtype))
+    model, plain_model = network(dtype), network(dtype)
+    reference = Reference(plain_model.parameters(), OPTIMIZERS["sgd"])
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), {**FP16, "step_mode": mode})
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    names = names_for(accelerator=accelerator, average=slow, decay=0.999)
+    names["model"], names["optimizer"] = accelerator.prepare(model, inner)
+    for step in range(WINDOWS):
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(plain_model, step, step == BAD)
+        (loss * reference.scale).backward()
+        if reference.boundary():
+            with torch.no_grad():
+                for average, fast in [(expected, plain_model), (own, plain_model)]:
+                    for a, b in zip(average.parameters(), fast.parameters(), strict=True):
+                        a.lerp_(b.to(a.dtype), 1 - 0.999)
+        exec(BY_HAND, names | {"loss": loss_of(names["model"], step, step == BAD)})
+    detach(accelerator)
+    assert same(outcome(model, slow), outcome(plain_model, expected))
+    start = weights(network(dtype))
+    lost = weights(own) == start
+    assert lost.float().mean() > 0.5
+    assert (weights(expected) != start.float())[lost].float().mean() > 0.9
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])

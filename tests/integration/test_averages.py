@@ -118,8 +118,7 @@ def plain(precision: str, lines: str, kind: str, accumulation: int = 1) -> list[
 
 @pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize(("accumulation", "kind"), [(1, "fused adamw"), (2, "sgd")])
 def test_an_average_right_after_the_step(
     mode: str, precision: str, accumulation: int, kind: str
 ) -> None:
@@ -131,8 +130,7 @@ def test_an_average_right_after_the_step(
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+@pytest.mark.parametrize(("accumulation", "kind"), [(1, "fused adamw"), (2, "sgd")])
 def test_an_average_before_the_next_step_has_the_same_numbers(
     precision: str, accumulation: int, kind: str
 ) -> None:

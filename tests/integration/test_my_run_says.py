@@ -285,7 +285,11 @@ RUNS: list[Callable[..., None] | None] = [
 not; with the cure it passes."""
 
 
-@pytest.mark.parametrize(("row", "run"), zip(ROWS, RUNS, strict=True))
+@pytest.mark.parametrize(
+    ("row", "run"),
+    zip(ROWS, RUNS, strict=True),
+    ids=[getattr(run, "__name__", "no_mac") for run in RUNS],
+)
 def test_stock_says_it_and_the_cure_cures(row: str, run: Any, tmp_path: Path) -> None:
     if run is None:
         assert "*not run here*" in row

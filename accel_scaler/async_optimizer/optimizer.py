@@ -209,7 +209,8 @@ class AsyncOptimizer(Optimizer):
         Args:
             parameters: default: all of this optimizer's.
 
-        Returns the norm before clipping, unscaled, float32, shape (); inf after an overflow.
+        Returns the norm before clipping, unscaled, float32, shape (), summed in the order of
+        ``parameters`` (by default the optimizer's, not the model's); inf after an overflow.
         ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master (with
         ``fold_unscale`` on a CPU all), stays scaled until the step. Synchronises.
         """

@@ -80,10 +80,10 @@ class Boundary:
         self.spikes = SpikeRule(skip_norm_above)
         self.check.wants_norm = skip_norm_above is not None
         self.clipping = Clipping(self.check)
-        self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
+        self._idle: weakref.WeakKeyDictionary[Optimizer, set[Losses] | None]
         self._idle = weakref.WeakKeyDictionary()
-        """The windows in which an optimizer without a gradient so far was to step; None: it has had
-        one, or the warning was logged."""
+        """What was scaled before each step of an optimizer without a gradient so far, whether that
+        closed a window or not; None: it has had one, or the warning was logged."""
         _boundaries[scaler] = weakref.ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
@@ -242,7 +242,7 @@ class Boundary:
         windows = self._idle.setdefault(optimizer, set())
         if window.opened_by is None or windows is None:
             return
-        windows.add(window.index)
+        windows.add(window.losses)
         if len(windows) == MAX_IDLE_WINDOWS:
             self._idle[optimizer] = None
             logger.warning(

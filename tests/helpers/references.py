@@ -259,7 +259,9 @@ def no_bfloat16_in_torchs_kernel() -> Iterator[None]:
     kernel = torch._amp_foreach_non_finite_check_and_unscale_
 
     def checked(grads: list[Tensor], *rest: Any) -> None:
-        assert all(grad.dtype is not torch.bfloat16 for grad in grads)
+        if any(grad.dtype is torch.bfloat16 for grad in grads):
+            name = "_amp_foreach_non_finite_check_and_unscale_cuda"
+            raise NotImplementedError(f"\"{name}\" not implemented for 'BFloat16'")
         kernel(grads, *rest)
 
     with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", checked):

@@ -214,6 +214,16 @@ def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(
     assert "1 as spikes of the gradient norm" in printed
 
 
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_an_average_ends_as_that_of_a_run_without_the_bad_batch(
+    recipe: Recipe, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", mode)
+    stock, ours, without = recipe("ema").main(["--steps", "12", "--poisoned", "5"])
+    assert math.isnan(stock)
+    assert ours == without
+
+
 @pytest.mark.parametrize(("weights", "stock_bytes"), [("float32", 16), ("bfloat16", 8)])
 def test_an_optimizer_in_host_memory_halves_the_bytes_of_a_bf16_run(
     recipe: Recipe, tmp_path: Path, weights: str, stock_bytes: int

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from boundary_support import models, one, ours
-from support import LR
+from support import LR, Linear
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, SparseAdam
 
@@ -78,3 +78,17 @@ def test_a_warning_names_an_optimizer_that_never_has_a_gradient(
         assert len(found) == (step >= 9)
     assert found[0].startswith("SGD was to step in 10 windows")
     assert (model.moved, turn.moved) == (30.0, 1.0)
+
+
+def test_a_warning_names_the_only_optimizer_where_it_never_has_a_gradient(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No window closes then: what counts is what was scaled."""
+    a = ours(gradient_accumulation_steps=2)
+    model, stale = a.prepare(Linear(), SGD([nn.Parameter(torch.ones(3))], lr=LR))
+    for step in range(60):
+        with a.accumulate(model):
+            a.backward(model(1.0))
+            stale.step()
+        found = [text for text in caplog.messages if "never had a gradient" in text]
+        assert len(found) == (step >= 19)

@@ -20,12 +20,8 @@ from .worker import Task, Worker
 
 
 class DelayedUpdates:
-    """Of one stepper. Every method is called under its lock, or while nothing is in flight.
-
-    Args:
-        compensation: ``delay_compensation``.
-        warmup_steps: the first steps, which are not stale.
-    """
+    """Of one stepper, whose first ``warmup_steps`` are not stale. Every method is called under its
+    lock, or while nothing is in flight."""
 
     def __init__(
         self,
@@ -93,10 +89,7 @@ class DelayedUpdates:
 
     def finish_preparation(self) -> bool:
         """Wait until nothing is prepared: that reads masters and state. Whether there was any.
-
-        Raises:
-            StepError: it failed.
-        """
+        Raises ``StepError`` where it failed."""
         task = self._preparation
         if task is None or self.previews is None:
             return False

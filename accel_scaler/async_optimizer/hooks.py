@@ -80,11 +80,8 @@ class SyncHooks:
     def close(self, is_replaced: bool = False) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
 
-        Args:
-            is_replaced: nothing steps the optimizer any more: its state stays where it is.
-
-        Raises:
-            StepError: the step in flight failed; everything is removed all the same.
+        ``is_replaced``: nothing steps the optimizer any more: its state stays where it is. Raises
+        ``StepError`` where the step in flight failed; everything is removed all the same.
         """
         stepper = self.stepper
         try:
@@ -179,11 +176,8 @@ class SyncHooks:
     # On models.
 
     def watch(self, models: Iterable[Module]) -> None:
-        """Put hooks on models that hold some of the optimizer's parameters; once each.
-
-        Raises:
-            UnsupportedError: a model whose reads cannot be seen where they would have to be.
-        """
+        """Put hooks on models that hold some of the optimizer's parameters; once each. Raises
+        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be."""
         stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
@@ -279,11 +273,8 @@ class SyncHooks:
 
 
 class _Hook:
-    """On a module. Knows the stepper weakly, and compiled code does not know it.
-
-    Args:
-        run: what is done before the module is used.
-    """
+    """On a module: does ``run`` before it is used. Knows the stepper weakly, and compiled code does
+    not know it."""
 
     def __init__(self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Any], object]) -> None:
         self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run

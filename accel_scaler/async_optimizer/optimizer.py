@@ -262,10 +262,7 @@ class AsyncOptimizer(Optimizer):
         """Wait for the step in flight and publish it: parameters and state are the newest then.
 
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published.
-
-        Raises:
-            StepError: it failed.
+        streams, where a newer value is published. Raises ``StepError`` where it failed.
         """
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
@@ -299,11 +296,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def close(self) -> None:
-        """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
-
-        Raises:
-            StepError: the step in flight failed; closed all the same.
-        """
+        """Finish, publish, stop the thread, remove every hook. The optimizer is as before. Raises
+        ``StepError`` where the step in flight failed; closed all the same."""
         if self._closed:
             return
         self._forbid_inside("close")

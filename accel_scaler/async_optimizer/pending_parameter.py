@@ -181,11 +181,8 @@ def _pending_in(value: Any) -> Iterator[Any]:
 
 
 def _wait_for(t: Any, everywhere: bool = True) -> None:
-    """Wait for the update of ``t``, or for the step that reads it. Any thread.
-
-    Args:
-        everywhere: for whatever stream uses it then. Else for the present one alone, and
-            :func:`_take_back` follows.
+    """Wait for the update of ``t``, or for the step that reads it, ``everywhere``: for whatever
+    stream uses it then; else for the present one alone, and :func:`_take_back` follows. Any thread.
     """
     if type(t) is PendingGradient:
         _wait_for_gradient(t, everywhere)
@@ -368,10 +365,7 @@ def is_held(grad: Any) -> bool:
 @untraced
 def wait_for_gradients(params: Iterable[Tensor]) -> None:
     """Wait until no step reads ``.grad`` of ``params``; the present stream may write to it then.
-
-    Raises:
-        StepError: the step that had one of them failed.
-    """
+    Raises ``StepError`` where the step that had one of them failed."""
     grads: list[Any] = list(map(_grad_of, params))
     if PendingGradient in set(map(type, grads)):
         for grad in filter(is_held, grads):

@@ -89,14 +89,8 @@ def refuse_replaced_owner(optimizer: Optimizer) -> None:
 
 def take_over(wanted: Sequence[Wanted]) -> None:
     """These were prepared last: close the others that have masters of their parameters, each with
-    a warning in the log.
-
-    Args:
-        wanted: their parameters count though they are frozen, and stepped without masters as yet.
-
-    Raises:
-        StepError: the last step of one of those failed; it is closed all the same.
-    """
+    a warning in the log. Parameters count though they are frozen, and stepped without masters as
+    yet. Raises ``StepError`` where the last step of one failed; it is closed all the same."""
     newest = {id(optimizer) for optimizer, _, _ in wanted}
     for other in [e for e in _steppers if id(e.optimizer) not in newest]:
         conflicts = (_conflict(one, _wanted(other), frozen_too=True) for one in wanted)

@@ -71,11 +71,8 @@ def refuse_replaced(optimizer: Optimizer) -> None:
 
 
 def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
-    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
-
-    Args:
-        masters: which of what is trained is stepped through float32 copies.
-    """
+    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way; ``masters``:
+    which of what is trained is stepped through float32 copies."""
     name = type(optimizer).__name__
     closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -87,24 +87,17 @@ class Boundary:
         _boundaries[scaler] = weakref.ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
-        """Let this boundary step an optimizer.
-
-        Args:
-            fold_unscale: its kernel may unscale, and on a CPU clip.
-        """
+        """Let this boundary step an optimizer, whose kernel may unscale and on a CPU clip where
+        ``fold_unscale`` is set."""
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
         stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
-        """Call before each backward. Where nothing is scaled, this opens a window.
-
-        May wait for a step that reads gradients which the backward adds to.
-
-        Args:
-            accumulation: the divisor of the loss.
-        """
+        """Call before each backward. Where nothing is scaled, this opens a window. May wait
+        for a step that reads gradients which the backward adds to. ``accumulation``: the divisor of
+        the loss."""
         window = self.scaler.window
         is_next = bool(window.losses) and not window.closed
         if is_next and not any(map(self._has_gradients, self.scaler.managed)):
@@ -131,11 +124,8 @@ class Boundary:
 
     @contextmanager
     def deferred_of(self, optimizer: Optimizer) -> Iterator[DeferredUnscale]:
-        """What is deferred to the step within the block.
-
-        Raises:
-            OrderError: they were changed since they were clipped.
-        """
+        """What is deferred to the step within the block. Raises ``OrderError`` where gradients were
+        changed since they were clipped."""
         record = self.scaler.record_of(optimizer)
         record.forbid_mixture(type(stepped(optimizer)).__name__)
         yield record.deferred  # after an error it is still to be done

@@ -73,12 +73,10 @@ class OverflowCheck:
         return any(observer.wants_each_norm for observer in self.observers)
 
     def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
-        """Each optimizer that has some of ``parameters``, with these, in order.
+        """Each optimizer that has some of ``parameters``, with these, in order. Raises
+        ``UnsupportedError`` where none has one of them, and gradients are scaled.
 
         Looked up once a window: a loop that clips tensor by tensor asks thousands of times.
-
-        Raises:
-            UnsupportedError: no optimizer has one of them, and gradients are scaled.
         """
         window, managed = self.scaler.window, self.scaler.managed
         sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
@@ -117,15 +115,9 @@ class OverflowCheck:
         return self.scaler.sharded or record.is_sharded
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
-        """The optimizer's record in this window, before its gradients are read or written.
-
-        Args:
-            some: the parameters in question; None: all of its own.
-
-        Raises:
-            OrderError: no loss was scaled; it has stepped; scaled gradients were added to
-                unscaled ones.
-        """
+        """The optimizer's record in this window, before gradients of ``some`` of its parameters
+        (None: of all) are read or written. Raises ``OrderError`` where no loss was scaled, it has
+        stepped, or scaled gradients were added to unscaled ones."""
         window, count = self.scaler.window, sum(len(g["params"]) for g in optimizer.param_groups)
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
@@ -170,10 +162,8 @@ class OverflowCheck:
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
 
-        Synchronises with the device, and with other ranks where they hold other gradients.
-
-        Args:
-            record: its record, where it was looked up just before.
+        ``record``: its record, where it was looked up just before. Synchronises with the device,
+        and with other ranks where they hold other gradients.
         """
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
@@ -308,11 +298,8 @@ class OverflowCheck:
 
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
         """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.
-
-        Args:
-            returned: the caller gets them back before the step. Then on a CPU only: elsewhere the
-                saving was not measured.
-        """
+        ``returned``: the caller gets them back before the step. Then on a CPU only: elsewhere the
+        saving was not measured."""
         mine = stepper.optimizer
         if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
             return False
@@ -321,11 +308,8 @@ class OverflowCheck:
         return own.isdisjoint(id(p) for other in others for p in parameters_of(other))
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Do in place what is deferred, for a caller who reads unscaled gradients.
-
-        Raises:
-            UnsupportedError: they are float16, or bfloat16 and go to masters.
-        """
+        """Do in place what is deferred, for a caller who reads unscaled gradients. Raises
+        ``UnsupportedError`` where they are float16, or bfloat16 and go to masters."""
         stepper = stepper_of(optimizer)
         if stepper.keeps_scaled:
             raise UnsupportedError(
@@ -346,11 +330,8 @@ class OverflowCheck:
     def give_back(
         self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
     ) -> None:
-        """Remember the gradients as they are returned to the caller, whose edits are refused.
-
-        Args:
-            written: parameters whose gradients this call has written to.
-        """
+        """Remember the gradients as they are returned to the caller, whose edits are refused; those
+        of ``written`` this call has written to."""
         if record.returned is not None:
             record.returned.renew(written)
         elif record.deferred:

@@ -18,13 +18,11 @@ FIRST = 16
 
 
 class SpikeRule:
-    """The limit of each optimizer's gradient norm.
+    """The limit of each optimizer's gradient norm: an unscaled norm; ``"4x"``: so many times the
+    running median; None: there is none.
 
     Norms of skipped spikes are among those of the median, so that a run whose norms stay high goes
     on after ``NORMS`` / 2 windows at the latest.
-
-    Args:
-        limit: an unscaled norm; ``"4x"``: so many times the running median; None: no limit.
     """
 
     def __init__(self, limit: float | str | None = None) -> None:

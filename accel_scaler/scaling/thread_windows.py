@@ -93,11 +93,8 @@ class ThreadWindows:
         return job
 
     def wait_for_jobs(self) -> None:
-        """Block until every other job that is still referenced has run.
-
-        Raises:
-            OrderError: one has not within ``WAIT_LIMIT_S``.
-        """
+        """Block until every other job that is still referenced has run. Raises ``OrderError``
+        where one has not within ``WAIT_LIMIT_S``."""
         end = time.monotonic() + WAIT_LIMIT_S
         for window, done in list(self._jobs.items()):
             left_s = max(end - time.monotonic(), 0.0)

@@ -175,13 +175,9 @@ class OptimizerRecord(dict[str, Any]):
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError`` where the gradients are not all of the window's own scale, or were
-        changed since the caller got them back scaled.
-
-        Args:
-            name: the optimizer's.
-            some: parameters whose gradients are compared; None: all.
-        """
+        """Raise ``OrderError``, with the optimizer's ``name``, where the gradients (of ``some``;
+        None: of all parameters) are not all of the window's own scale, or were changed since the
+        caller got them back scaled."""
         if self.carried_over:
             raise OrderError(
                 f"{name} {self.carried_over}; the present ones were added to them. Step every "

@@ -18,11 +18,8 @@ KEPT_DETAILS = 16
 
 
 class History:
-    """A bounded memory of windows, and totals over all of them. Holds no tensors.
-
-    Args:
-        start: the precision and the settings; default: a run with a loss scale.
-    """
+    """A bounded memory of windows, and totals over all of them. Holds no tensors. ``start``: the
+    precision and the settings; default: a run with a loss scale."""
 
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)

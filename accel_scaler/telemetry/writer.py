@@ -170,12 +170,8 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Refuse a path that telemetry cannot be appended to; creates nothing.
-
-    Raises:
-        ConfigError: the path cannot be written, is no regular file, or is a file of another kind
-            or another format.
-    """
+    """Raise ``ConfigError`` for a path that cannot be written, is no regular file, or is a file of
+    another kind or another format. Creates nothing."""
     path = os.path.expanduser(path)
     try:
         if not os.path.exists(path):

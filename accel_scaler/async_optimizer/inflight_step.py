@@ -103,8 +103,6 @@ class InflightStep:
         # The task drops its function once it is done, and with it gradients and owner.
         work = partial(self._work, owner, update)
         self.task = Task(work, self.lead + (1 if self.is_submitted else parts))
-        if is_stale:
-            self.timing.delay_compensation = "none" if update.previews is None else "preview"
 
     @property
     def timing(self) -> StepTiming:

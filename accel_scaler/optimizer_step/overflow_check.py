@@ -107,12 +107,7 @@ class OverflowCheck:
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
         """Whether ranks may hold different gradients of it."""
-        record = self.scaler.window.known(optimizer)
-        if record is None:
-            return self.scaler.sharded or is_sharded(parameters_of(optimizer))
-        if record.is_sharded is None:
-            record.is_sharded = is_sharded(parameters_of(optimizer))
-        return self.scaler.sharded or record.is_sharded
+        return self.scaler.sharded or is_sharded(parameters_of(optimizer))
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
         """The optimizer's record in this window, before gradients of ``some`` of its parameters

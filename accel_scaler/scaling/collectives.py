@@ -16,7 +16,8 @@ T = TypeVar("T")
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel. They
     are DTensors then."""
-    return any(hasattr(p, "placements") for p in parameters)
+    one_of_each_type = {type(p): p for p in parameters}  # to ask thousands would show
+    return any(hasattr(p, "placements") for p in one_of_each_type.values())
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -130,8 +131,6 @@ class OptimizerRecord(dict[str, Any]):
         """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
         self.count: int | None = None
         """The number of its parameters when they were unscaled or checked."""
-        self.is_sharded: bool | None = None
-        """Ranks may hold different gradients of it; None: not known yet."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
         self.deferred = DeferredUnscale()
@@ -151,15 +150,8 @@ class OptimizerRecord(dict[str, Any]):
         self.names: Sequence[str] = ()
         """Their names, once the optimizer was skipped."""
 
-    @property
-    def stage(self) -> OptState:
-        """How far this optimizer has come in the window."""
-        stage: OptState = self["stage"]
-        return stage
-
-    @stage.setter
-    def stage(self, stage: OptState) -> None:
-        self["stage"] = stage
+    stage = property(itemgetter("stage"), lambda record, stage: record.update(stage=stage))
+    """How far this optimizer has come in the window: an ``OptState``."""
 
     def decide(self, verdict: bool) -> None:
         """Set the verdict that every rank has."""

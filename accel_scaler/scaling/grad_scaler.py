@@ -175,7 +175,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading: it waits for that step."""
-        if not self._readers():
+        steppers = [ref() for ref in self._managed.values()]
+        if not any(stepper is not None and stepper.unscales for stepper in steppers):
             return
         if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
             self._wait_for_gradients()
@@ -185,13 +186,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def _wait_for_gradients(self, _: Tensor | None = None) -> None:
-        for stepper in self._readers():
-            stepper.wait_for_gradients()
-
-    def _readers(self) -> list[Any]:
-        """Steppers whose step reads and writes ``.grad`` on another thread."""
-        found = [ref() for ref in self._managed.values()]
-        return [stepper for stepper in found if stepper is not None and stepper.unscales]
+        for ref in self._managed.values():
+            if (stepper := ref()) is not None:
+                stepper.wait_for_gradients()
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -640,11 +637,9 @@ class GradScaler(torch.amp.GradScaler):
             before = window.before
             if window.is_spike and not window.found_inf:
                 self.write_state(replace(before, spikes=before.spikes + 1))
-            elif self._enabled:
-                self.write_state(self.rule.advance(before, window.found_inf))
             else:
-                skips = before.consecutive_skips + 1 if window.found_inf else 0
-                self.write_state(ScaleState(1.0, 0, skips, before.spikes if skips else 0))
+                rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # it counts skips alone
+                self.write_state(rule.advance(before, window.found_inf))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""

@@ -110,8 +110,7 @@ class SyncHooks:
         saved = optimizer.state_dict()
         state: dict[Any, Any] = {}
         for index, entry in saved["state"].items():
-            if isinstance(entry, dict):
-                entry = without_master(entry)
+            entry = without_master(entry)
             if not is_empty(entry) or not isinstance(index, int):
                 state[index] = entry
         self._remove()
@@ -324,7 +323,7 @@ def _before_gather(stepper: AsyncStepper, module: Any) -> None:
         stepper.finish_model()
     else:
         stepper.finish_parameters(p for each in together for p in _own_parameters(each))
-    stepper.streams.wait_for_followed()  # it gathers on streams of its own
+    stepper.streams.wait_on_host(stepper.streams.followed)  # it gathers on streams of its own
 
 
 def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable[..., Any]:

@@ -74,7 +74,7 @@ class SideStreams:
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
         """The event of the last work on the side stream."""
-        self._followed: Any = None
+        self.followed: Any = None
         """The last event given to :meth:`follow`."""
         self._known: Any = None
         """An event that the device is known to be past."""
@@ -115,16 +115,12 @@ class SideStreams:
         for each in (stream,) if self.home in (None, stream) else (stream, self.home):
             with self._backend.on(each):
                 event.wait()
-        self._followed = event
+        self.followed = event
 
     def wait(self, event: Any) -> None:
         """Order what this thread enqueues from here on after ``event``."""
         if event is not None:
             event.wait()
-
-    def wait_for_followed(self) -> None:
-        """Block this thread until the device is past the event followed last, so for any stream."""
-        self.wait_on_host(self._followed)
 
     def wait_on_host(self, event: Any) -> None:
         """Block this thread until the device is past ``event``."""

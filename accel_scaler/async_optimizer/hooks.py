@@ -59,7 +59,6 @@ class SyncHooks:
         """All that have hooks."""
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
-        self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
         optimizer = stepper.optimizer
         try:
@@ -121,11 +120,6 @@ class SyncHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for ref, own, wrapper in self._compiled:
-            module = ref()
-            if module is not None and module._compiled_call_impl is wrapper:
-                module._compiled_call_impl = own
-        self._compiled.clear()
 
     # On the optimizer.
 
@@ -262,13 +256,10 @@ class SyncHooks:
                 if _is_compiled(module):
                     stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
                     self._hook_root(module, stepper)
-                own = module._compiled_call_impl
-                if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
-                    continue
-                stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
-                wrapper = _waiting_first(stepper, own, module)
-                module._compiled_call_impl = wrapper
-                self._compiled.append((weakref.ref(module), own, wrapper))
+                calls = _compiled_calls(module)
+                if calls and not any(call in self._handles for call in calls):
+                    stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
+                    self._handles.append(_CompiledCall(stepper, module))
 
 
 class _Hook:
@@ -304,14 +295,10 @@ def _before_forward(stepper: AsyncStepper, module: Module) -> None:
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
         stepper.begin_forward()
-    if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
+    # FSDP2 waits at its gathers, unless the hooks there are traced.
+    waits_later = is_fsdp2(module) and module._compiled_call_impl is None
+    if stepper.wait_at >= WaitAt.FORWARD and not waits_later:
         stepper.finish_model()
-
-
-def _before_compiled_call(stepper: AsyncStepper, module: Module) -> None:
-    """Of a module compiled in place, whose own hooks are traced."""
-    _before_forward(stepper, module)
-    stepper.finish_model()
 
 
 def _before_gather(stepper: AsyncStepper, module: Any) -> None:
@@ -326,17 +313,31 @@ def _before_gather(stepper: AsyncStepper, module: Any) -> None:
     stepper.streams.wait_on_host(stepper.streams.followed)  # it gathers on streams of its own
 
 
-def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable[..., Any]:
-    """A compiled call that waits for the optimizer thread before it starts."""
-    hook, ref = _Hook(stepper, _before_compiled_call), weakref.ref(module)
+class _CompiledCall:
+    """The call of a module compiled in place: waits, then makes the call whose place it has taken,
+    which may be one of another stepper."""
 
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        module = ref()
-        if module is not None:
-            hook(module)
-        return call(*args, **kwargs)
+    def __init__(self, stepper: AsyncStepper, module: Module) -> None:
+        self._wait, self._module = _Hook(stepper, _before_forward), weakref.ref(module)
+        self._compiled_call_impl: Any = module._compiled_call_impl
+        module._compiled_call_impl = self
 
-    return waiting
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (module := self._module()) is not None:
+            self._wait(module)
+        return self._compiled_call_impl(*args, **kwargs)
+
+    def remove(self) -> None:
+        module = self._module()
+        for at in [module, *_compiled_calls(module)]:
+            if getattr(at, "_compiled_call_impl", None) is self:
+                at._compiled_call_impl = self._compiled_call_impl
+
+
+def _compiled_calls(module: Any) -> list[Any]:
+    """What a call of ``module`` goes through, if it was compiled in place; else []."""
+    inner = getattr(module, "_compiled_call_impl", None)
+    return [] if inner is None else [inner, *_compiled_calls(inner)]
 
 
 def _is_compiled(module: Module) -> bool:

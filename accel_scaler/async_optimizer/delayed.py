@@ -24,11 +24,7 @@ class DelayedUpdates:
     lock, or while nothing is in flight."""
 
     def __init__(
-        self,
-        replica: Replica,
-        worker: Worker,
-        compensation: str,
-        warmup_steps: int,
+        self, replica: Replica, worker: Worker, compensation: str, warmup_steps: int
     ) -> None:
         self._replica, self._streams, self._worker = replica, replica.streams, worker
         self._warmup_steps = warmup_steps

@@ -120,9 +120,7 @@ class InflightStep:
         return self.lead > 0 or not self.is_stale
 
     def hold_parameters(
-        self,
-        wait: Callable[[InflightStep, int], int],
-        fence: Callable[[], bool] | None = None,
+        self, wait: Callable[[InflightStep, int], int], fence: Callable[[], bool] | None = None
     ) -> None:
         """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
         :class:`.pending_parameter.ParameterHold`."""

@@ -265,9 +265,9 @@ class GradScaler(torch.amp.GradScaler):
         try:
             with self._windows.inside(window, stepping=optimizer):
                 self._before_step(optimizer)
-                if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                if fused and "grad_scaler" in inspect.signature(optimizer.step).parameters:
                     return super().step(optimizer, *args, **kwargs)
-                return self._step_fused(optimizer, *args, **kwargs)
+                return self._step(optimizer, fused, *args, **kwargs)
         finally:
             self._after_step(optimizer)
 
@@ -297,42 +297,35 @@ class GradScaler(torch.amp.GradScaler):
             if record is not None and record.found_inf and not window.found_inf:
                 self.close_window(True)
 
-    def _step_fused(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's fused branch, with the skip decided on the host where the kernel cannot."""
+    def _step(self, optimizer: Any, fused: bool, *args: Any, **kwargs: Any) -> float | None:
+        """torch's step, with the skip decided on the host where a fused kernel cannot."""
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
+        is_scaled = state["stage"] is OptState.READY
+        if is_scaled:
+            (self._check_inf_per_device if fused else self.unscale_)(optimizer)
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        if params and not state["found_inf_per_device"]:  # unscale_() came before the gradients
+        if (params or not fused) and not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        found = self._total_found_inf(state, scale.device)
-        on_host = scale.device.type == "cpu" or any(not optimizer.state.get(p) for p in params)
+        found, on_cpu = self._total_found_inf(state, scale.device), scale.device.type == "cpu"
+        on_host = not fused or on_cpu or any(not optimizer.state.get(p) for p in params)
+        result: float | None = None
         if on_host and bool(found):
             self._note_skip(optimizer)
-            state["stage"] = OptState.STEPPED
-            return None
-        if scale.device.type == "cpu":
-            match_layout(params, optimizer.state)
-        grad_scale = scale if state["stage"] is OptState.READY else None
-        result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
+            if hasattr(optimizer, "skip_step"):  # an AsyncOptimizer
+                optimizer.skip_step()
+        elif fused:
+            if on_cpu:
+                match_layout(params, optimizer.state)
+            grad_scale = scale if is_scaled else None
+            result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
+        else:
+            result = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return result
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> float | None:
-        if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
-            self._note_skip(optimizer)
-            skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer's
-            if skip is not None:
-                skip()
-            return None
-        result: float | None = optimizer.step(*args, **kwargs)
         return result
 
     @staticmethod

@@ -189,15 +189,13 @@ class SideStreams:
                     for stream in streams:
                         held.record_stream(stream)
 
-    def host_like(
-        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def host_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Host tensors of the same shapes and strides, in few buffers for each dtype.
 
         Pinned where copies run beside the host; elsewhere one after the other in one buffer.
         Uninitialised.
         """
-        kinds = [dtype or t.dtype for t in tensors]
+        kinds = [t.dtype for t in tensors]
         lengths = list(map(length_of, tensors))
         views: list[Tensor] = list(tensors)
         # Else another device would make the memory its own.

@@ -76,9 +76,9 @@ class Boundary:
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
-        self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
+        checks, has_limit = skip_nonfinite or scaler.is_enabled(), skip_norm_above is not None
+        self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit)
         self.spikes = SpikeRule(skip_norm_above)
-        self.check.wants_norm = skip_norm_above is not None
         self.clipping = Clipping(self.check)
         self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
         self._idle = weakref.WeakKeyDictionary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import isinf
 
@@ -42,30 +43,19 @@ from .observer import Observer
 from .stepper import Stepper, stepper_of
 
 
+@dataclass(eq=False)
 class OverflowCheck:
-    """Checks gradients once a window, and unscales them then or leaves that to the step.
+    """Checks gradients once a window, and unscales them then or leaves that to the step. The
+    optimizer's record in the window holds what it finds."""
 
-    The optimizer's record in the window holds what it finds.
-
-    Args:
-        scaler: whose windows these are.
-        device: where ranks communicate.
-        observers: may want each norm.
-        skip_nonfinite: False: gradients that are not scaled are not checked.
-    """
-
-    wants_norm = False
+    scaler: GradScaler
+    device: torch.device
+    """Where ranks communicate."""
+    observers: Sequence[Observer]
+    checks: bool
+    """False: gradients are not checked."""
+    wants_norm: bool
     """Each check takes the norm of all, before a clip changes some."""
-
-    def __init__(
-        self,
-        scaler: GradScaler,
-        device: torch.device,
-        observers: Sequence[Observer],
-        skip_nonfinite: bool,
-    ) -> None:
-        self.scaler, self.device, self.observers = scaler, device, observers
-        self.checks = skip_nonfinite or scaler.is_enabled()
 
     @property
     def wants_each_norm(self) -> bool:

@@ -8,9 +8,9 @@ an optimizer it writes to the window, and reads there what others have written.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -43,15 +43,13 @@ logger = logging.getLogger("accel_scaler")
 MAX_IDLE_WINDOWS = 10
 """Windows that an optimizer may go without its first gradient before a warning is logged."""
 
-_boundaries: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Boundary]] = (
-    weakref.WeakKeyDictionary()
-)
+_boundaries: WeakKeyDictionary[GradScaler, ref[Boundary]] = WeakKeyDictionary()
 
 
 def boundary_of(scaler: GradScaler) -> Boundary | None:
     """The boundary at which this scaler's windows end, if there is one."""
-    ref = _boundaries.get(scaler)
-    return None if ref is None else ref()
+    found = _boundaries.get(scaler)
+    return None if found is None else found()
 
 
 class Boundary:
@@ -80,11 +78,10 @@ class Boundary:
         self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit)
         self.spikes = SpikeRule(skip_norm_above)
         self.clipping = Clipping(self.check)
-        self._idle: weakref.WeakKeyDictionary[Optimizer, set[int] | None]
-        self._idle = weakref.WeakKeyDictionary()
+        self._idle: WeakKeyDictionary[Optimizer, set[int] | None] = WeakKeyDictionary()
         """The windows in which an optimizer without a gradient so far was to step; None: it has had
         one, or the warning was logged."""
-        _boundaries[scaler] = weakref.ref(self)
+        _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
         """Let this boundary step an optimizer, whose kernel may unscale and on a CPU clip where

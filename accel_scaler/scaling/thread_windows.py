@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
@@ -31,8 +31,7 @@ class ThreadWindows:
         """The open window; after its end that one, until the next is opened."""
         self._last: Window | None = None
         self._local = threading.local()
-        self._jobs: weakref.WeakKeyDictionary[Window, threading.Event]
-        self._jobs = weakref.WeakKeyDictionary()
+        self._jobs: WeakKeyDictionary[Window, threading.Event] = WeakKeyDictionary()
         """Under the window of each bound job that is referenced: set when it has run."""
 
     @property

@@ -59,8 +59,7 @@ class DelayedUpdates:
         previews, streams = self.previews, self._streams
         if previews is None or not self.is_stale(steps) or not self._replica.has_settings:
             return
-        prepared = previews.begin()
-        if prepared is None:
+        if (prepared := previews.begin()) is None:
             return
         after = streams.record_at_home()
 

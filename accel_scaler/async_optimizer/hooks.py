@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -30,26 +31,21 @@ from .shared_memory import are_tied
 logger = logging.getLogger("accel_scaler")
 
 
+@dataclass(eq=False, repr=False)
 class SyncHooks:
-    """The hooks of one stepper, which is closed where they cannot be registered.
+    """The hooks of one stepper, which is closed where they cannot be registered."""
 
-    Args:
-        holder: calls :meth:`close`; None: its life is not watched.
-        models: returns the models to watch before state is loaded.
-    """
+    stepper: AsyncStepper
+    holder: InitVar[object | None]
+    """Calls :meth:`close`; None: its life is not watched."""
+    find_models: Callable[[], Iterable[Module]]
+    """Returns the models to watch before state is loaded."""
+    owner: weakref.WeakMethod[Callable[[], None]] | None = None
+    """Called where another optimizer takes over; is to call :meth:`close`."""
 
-    def __init__(
-        self,
-        stepper: AsyncStepper,
-        holder: object | None = None,
-        models: Callable[[], Iterable[Module]] = tuple,
-    ) -> None:
-        self.stepper = stepper
-        stepper.hooks = self
+    def __post_init__(self, holder: object | None) -> None:
+        self.stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
-        self._find_models = models
-        self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Called where another optimizer takes over; is to call :meth:`close`."""
         self._handles: list[Any] = []
         self._models: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         """Whether they hold some of the optimizer's parameters, as of ``_ids``."""
@@ -60,7 +56,7 @@ class SyncHooks:
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
         self._loading: Any = None
-        optimizer = stepper.optimizer
+        optimizer = self.stepper.optimizer
         try:
             add = self._handles.append
             add(optimizer.register_state_dict_pre_hook(self._before_saving))
@@ -163,7 +159,7 @@ class SyncHooks:
     def _after_loading(self, optimizer: Optimizer) -> None:
         loaded, self._loading = self._loading, None
         if loaded is not None:
-            self.watch(self._find_models())
+            self.watch(self.find_models())
             self.stepper.load(loaded)
 
     # On models.
@@ -271,16 +267,14 @@ class _Hook:
 
     def __reduce__(self) -> Any:
         # The module is copied or pickled, its layers after its hooks.
-        stepper = self._stepper()
-        if stepper is not None:
+        if (stepper := self._stepper()) is not None:
             stepper.synchronize()
         return inert()
 
     def __call__(self, module: Module, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return  # traced to nothing, a hook does not break the graph of a compiled model
-        stepper = self._stepper()
-        if stepper is None:  # dropped, perhaps with an update on its way
+        if (stepper := self._stepper()) is None:  # dropped, perhaps with an update on its way
             self._streams.follow_last(on_host=True)
             return
         with outside_transforms():

@@ -194,8 +194,7 @@ def _wait_for(t: Any, everywhere: bool = True) -> None:
                 _CLASS.__set__(t, nn.Parameter)
                 return
         asked = mark
-        hold = mark.hold()
-        if hold is not None:
+        if (hold := mark.hold()) is not None:
             hold.wait_for(t, everywhere)
         elif mark.follow(everywhere):
             _release([t], mark)

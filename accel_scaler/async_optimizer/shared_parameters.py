@@ -94,8 +94,7 @@ def take_over(wanted: Sequence[Wanted]) -> None:
     newest = {id(optimizer) for optimizer, _, _ in wanted}
     for other in [e for e in _steppers if id(e.optimizer) not in newest]:
         conflicts = (_conflict(one, _wanted(other), frozen_too=True) for one in wanted)
-        conflict = next(filter(None, conflicts), None)
-        if conflict is None:
+        if (conflict := next(filter(None, conflicts), None)) is None:
             continue
         replaced.add(other.optimizer)
         logger.warning(
@@ -114,8 +113,7 @@ def _sharing(wanted: Sequence[Wanted], beside_others: bool) -> str | None:
     others = list(stepped.values()) if beside_others else []
     for place, one in enumerate(new):
         for other in [*others, *new[:place]]:
-            conflict = _conflict(one, other)
-            if conflict is not None:
+            if (conflict := _conflict(one, other)) is not None:
                 return (
                     f"a {type(one[0]).__name__} and a {type(other[0]).__name__} both step "
                     f"{conflict}: neither would see the other's update. Put them in one optimizer, "

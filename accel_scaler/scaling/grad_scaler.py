@@ -223,8 +223,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         params = parameters_of(optimizer)
         # Another optimizer may share some parameters: these are only checked. Synchronises.
-        shared = self._windows.current.unscaled_among(params)
-        if shared:
+        if shared := self._windows.current.unscaled_among(params):
             keys = set(map(id, shared))
             params = [p for p in params if id(p) not in keys]
         for p in () if allow_fp16 else params:

@@ -170,8 +170,7 @@ class NameTable:
         """``names`` and ``norms`` of a record, where there are norms: those of ``found``, of
         disjoint parameters, that are on the host. Parameters of no known model are named by the
         optimizer and come last."""
-        known = [(m, m.each) for m in found if m.each is not None]
-        if not known:
+        if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
         ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
         params = [p for m, _ in known for p in m.parameters]

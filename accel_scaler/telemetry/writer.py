@@ -58,8 +58,7 @@ class OpenRecord:
         if self.late_losses is not None:
             self.record = replace(self.record, loss=self.late_losses.total())
             self.late_losses = None
-        timings = [t for t in self.timings if t.finished]
-        if timings:
+        if timings := [t for t in self.timings if t.finished]:
             busy = sum(t.busy for t in timings)
             waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
             errors = [t.preview_error for t in timings if t.preview_error is not None]

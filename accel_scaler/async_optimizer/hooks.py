@@ -74,10 +74,8 @@ class SyncHooks:
 
     def close(self, is_replaced: bool = False) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
-
         ``is_replaced``: nothing steps the optimizer any more: its state stays where it is. Raises
-        ``StepError`` where the step in flight failed; everything is removed all the same.
-        """
+        ``StepError`` where the step in flight failed; everything is removed all the same."""
         stepper = self.stepper
         try:
             stepper.close()

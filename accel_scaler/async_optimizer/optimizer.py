@@ -260,19 +260,15 @@ class AsyncOptimizer(Optimizer):
     @untraced
     def synchronize(self) -> None:
         """Wait for the step in flight and publish it: parameters and state are the newest then.
-
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published. Raises ``StepError`` where it failed.
-        """
+        streams, where a newer value is published. Raises ``StepError`` where it failed."""
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
-        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
-
-        Parameters that hold less than their float32 ``master`` add it to their entries.
-        """
+        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`. Parameters that
+        hold less than their float32 ``master`` add it to their entries."""
         with self._stepper.still():
             return self.optimizer.state_dict()
 

@@ -293,10 +293,8 @@ class ParameterHold:
             raise
 
     def wait_for(self, p: Tensor, everywhere: bool = True) -> None:
-        """Wait for ``p``, and restore the class of every parameter that is ready.
-
-        Arguments as of ``_wait_for``.
-        """
+        """Wait for ``p``, and restore the class of every parameter that is ready. Arguments as of
+        ``_wait_for``."""
         with outside_transforms():
             fence, part = self.fence, self.part_of[id(p)]
             if is_in_compiled_call():
@@ -332,10 +330,8 @@ class ParameterHold:
 
 @dataclass(slots=True, eq=False)
 class GradientHold:
-    """Gradients that the optimizer thread reads until a part of its task is done.
-
-    Each of them refers to it, so that nothing keeps a gradient that its owner has dropped.
-    """
+    """Gradients that the optimizer thread reads until a part of its task is done. Each of them
+    refers to it, so that nothing keeps a gradient that its owner has dropped."""
 
     wait: Callable[[], object]
     """Called on the thread that uses one; raises ``StepError`` where the step was lost."""

@@ -192,11 +192,9 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def submit(self, task: Task) -> None:
-        """Run ``task`` after those submitted before.
-
-        Where the thread is gone, or exists only in the process that this one was forked from,
-        another is started. Tasks submitted before stay undone, and waiting for them raises.
-        """
+        """Run ``task`` after those submitted before. Where the thread is gone, or exists only in
+        the process that this one was forked from, another is started. Tasks submitted before stay
+        undone, and waiting for them raises."""
         if self.thread is None or not self.thread.is_alive():
             self._start()
         task.thread = self.thread

@@ -221,11 +221,9 @@ class Boundary:
         stepper_of(optimizer).step()
 
     def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
-        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once.
-
-        Here it may wait for its turn (GANs, adapters), and be without for as long as it likes once
-        it has had some.
-        """
+        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
+        it may wait for its turn (GANs, adapters), and be without for as long as it likes once it
+        has had some."""
         windows = self._idle.setdefault(optimizer, set())
         if window.opened_by is None or windows is None:
             return

@@ -64,10 +64,8 @@ class OverflowCheck:
 
     def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
         """Each optimizer that has some of ``parameters``, with these, in order. Raises
-        ``UnsupportedError`` where none has one of them, and gradients are scaled.
-
-        Looked up once a window: a loop that clips tensor by tensor asks thousands of times.
-        """
+        ``UnsupportedError`` where none has one of them, and gradients are scaled. Looked up once a
+        window: a loop that clips tensor by tensor asks thousands of times."""
         window, managed = self.scaler.window, self.scaler.managed
         sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
         if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
@@ -146,10 +144,8 @@ class OverflowCheck:
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
-
         ``record``: its record, where it was looked up just before. Synchronises with the device,
-        and with other ranks where they hold other gradients.
-        """
+        and with other ranks where they hold other gradients."""
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
@@ -214,11 +210,9 @@ class OverflowCheck:
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
     def one_pass(self, owners: Sequence[Optimizer], params: Sequence[Tensor]) -> NormCheck | None:
-        """Norm and check from one read of gradients that are all scaled still.
-
-        None: the norm would not be, bit for bit, that of the unscaled ones, or a kernel does not
-        take all of them together. Synchronises.
-        """
+        """Norm and check from one read of gradients that are all scaled still. None: the norm would
+        not be, bit for bit, that of the unscaled ones, or a kernel does not take all of them
+        together. Synchronises."""
         scale, grads = self.scaler.window_scale, gradients_of(params)
         stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())

@@ -147,9 +147,7 @@ def _lines(
     run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
 ) -> list[Line]:
     """The mean of each bin, of a scale the last, times ``unit``; none where there are no numbers.
-
-    ``name`` is one of ``SERIES``.
-    """
+    ``name`` is one of ``SERIES``."""
     means, holds, width = run.bins.means(name), name == "scale", run.bins.width
 
     def drawn(values: list[float | None]) -> Numbers:

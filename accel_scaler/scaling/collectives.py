@@ -22,11 +22,9 @@ def is_sharded(parameters: Iterable[Any]) -> bool:
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
-    """Give each DTensor gradient the placements of its parameter.
-
-    A replicated parameter between sharded ones (a norm under sequence parallelism) gets partial
-    sums, and only their sum is the gradient. Communicates where there are any.
-    """
+    """Give each DTensor gradient the placements of its parameter. A replicated parameter between
+    sharded ones (a norm under sequence parallelism) gets partial sums, and only their sum is the
+    gradient. Communicates where there are any."""
     for p in parameters:
         grad = p.grad
         if hasattr(grad, "placements") and grad.placements != p.placements:

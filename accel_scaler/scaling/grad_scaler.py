@@ -156,11 +156,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale.
-
-        Opens a window if none is open. Returns ``outputs`` itself where scaling is disabled.
-        Does not synchronise.
-        """
+        """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale. Opens a
+        window if none is open. Returns ``outputs`` itself where scaling is disabled. Does not
+        synchronise."""
         opens = self._enabled and self._windows.bound is None
         if opens:
             window = self.open_window()
@@ -689,10 +687,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _start_over_where_dropped(self, window: Window) -> None:
         """Forget optimizers whose unscaled gradients are gone or zero (a batch was dropped after a
-        look at its norm), on every rank alike; remember others': scaled ones must not be added.
-
-        In a plain loop, without a boundary, that is left to the caller, as in torch.
-        """
+        look at its norm), on every rank alike; remember others': scaled ones must not be added. In
+        a plain loop, without a boundary, that is left to the caller, as in torch."""
         for optimizer in self.managed:
             record, params = window.known(optimizer), parameters_of(optimizer)
             if record is not None and record.carried_over and Snapshot(params).is_zero:
@@ -707,10 +703,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries, ``_consecutive_skips``, and those of ``extra`` that are not empty;
-        {} if disabled. Plain numbers, texts and lists.
-
-        torch's own scaler loads it too. Synchronises if the last update ran on the device.
-        """
+        {} if disabled. Plain numbers, texts and lists. torch's own scaler loads it too.
+        Synchronises if the last update ran on the device."""
         state = super().state_dict()
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips

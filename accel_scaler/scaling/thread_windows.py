@@ -22,9 +22,7 @@ WAIT_LIMIT_S = 600.0
 
 class ThreadWindows:
     """The open window, the one before, and the threads that work in either or in one of their own.
-
-    A window belongs to the thread that opens it, the training thread.
-    """
+    A window belongs to the thread that opens it, the training thread."""
 
     def __init__(self) -> None:
         self.open = Window()

@@ -120,10 +120,8 @@ class DeferredUnscale:
 
 
 class OptimizerRecord(dict[str, Any]):
-    """All that is known of one optimizer in one window, whichever call put it there.
-
-    Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
-    """
+    """All that is known of one optimizer in one window, whichever call put it there. Its two items
+    are torch's: ``stage``, and ``found_inf_per_device`` of the last check."""
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
@@ -206,11 +204,9 @@ class OptimizerRecord(dict[str, Any]):
 
 
 class Window:
-    """One accumulation window: its scale, and each optimizer's progress in it.
-
-    It opens with the first ``scale()`` after a step. Each entry point reads and writes this object,
-    and the next window is a new one. Where nothing is scaled its scale is 1.
-    """
+    """One accumulation window: its scale, and each optimizer's progress in it. It opens with the
+    first ``scale()`` after a step. Each entry point reads and writes this object, and the next
+    window is a new one. Where nothing is scaled its scale is 1."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

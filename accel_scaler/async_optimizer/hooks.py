@@ -101,11 +101,8 @@ class SyncHooks:
         gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
         left = {key: found.pop(key) for key in gone}
         saved = optimizer.state_dict()
-        state: dict[Any, Any] = {}
-        for index, entry in saved["state"].items():
-            entry = without_master(entry)
-            if not is_empty(entry) or not isinstance(index, int):
-                state[index] = entry
+        entries = {key: without_master(entry) for key, entry in saved["state"].items()}
+        state = {k: e for k, e in entries.items() if not (is_empty(e) and isinstance(k, int))}
         self._remove()
         optimizer.load_state_dict({**saved, "state": state})
         optimizer.state.update(left)
@@ -334,10 +331,9 @@ def _compiled_calls(module: Any) -> list[Any]:
 
 def _is_compiled(module: Module) -> bool:
     """Whether the call of this module runs hooks, and then compiled code."""
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        return True
     own = module.__dict__.get("forward")
-    return own is not None and hasattr(own, "_torchdynamo_orig_callable")
+    is_wrapper = isinstance(module, torch._dynamo.OptimizedModule)
+    return is_wrapper or hasattr(own, "_torchdynamo_orig_callable")
 
 
 def _own_parameters(module: Module) -> Iterator[Tensor]:

@@ -171,7 +171,7 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: the step before failed; says which parameters it had updated.
             OrderError: closed, or (with ``scaler``) no loss was scaled.
-            UnsupportedError: a closure.
+            ConfigError: a closure.
         """
         self._check_open("step")
         if closure is not None:

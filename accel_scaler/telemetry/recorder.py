@@ -62,8 +62,7 @@ class Recorder(Observer):
         window.grad_norms.fetch()
         if not self.wants_each_norm:
             return
-        if not window.losses.is_there:
-            window.losses.send()  # it is read when its record is written
+        window.losses.send()  # from a device it is read when its record is written
         index, interval = window.index, self.underflow_interval
         if self._measured[0] != index:
             self._read_range()

@@ -182,11 +182,7 @@ class OverflowCheck:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
         if self.scaler.is_enabled():
-            inv_scale = self.inv_scale(grads[0].device)
-            if self.divides(stepper):
-                record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
-            else:
-                record.deferred = DeferredUnscale(multiply=inv_scale)
+            record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
 
     def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for

@@ -347,13 +347,9 @@ def step_beside(
     models: Callable[[], Iterable[Module]] = tuple,
     **options: Any,
 ) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed.
-
-    Args:
-        holder: closes them; where it is gone without that, the next caller does.
-        models: returns those that hold the parameters, once they are known.
-        options: arguments of :class:`AsyncStepper`.
-    """
+    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed: by ``holder``, or
+    the next caller where that one is gone. ``models`` returns those that hold the parameters, once
+    they are known; ``options`` are arguments of :class:`AsyncStepper`."""
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
         if left.hooks is None:  # interrupted while it was made

@@ -63,12 +63,9 @@ def find_shared() -> None:
 
 
 def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None:
-    """Raise ``UnsupportedError`` where two optimizers cannot both step their parameters.
-
-    Args:
-        wanted: optimizers to be stepped; of one that is stepped already its present mode counts.
-        beside_others: those that are stepped already count too; else :func:`take_over` follows.
-    """
+    """Raise ``UnsupportedError`` where two optimizers cannot both step their parameters: two of the
+    ``wanted`` ones (of one that is stepped already its present mode counts) or, ``beside_others``,
+    one of those that are stepped already; else :func:`take_over` follows."""
     message = _sharing(wanted, beside_others)
     if message is not None and beside_others:
         gc.collect()  # an optimizer without references steps nothing

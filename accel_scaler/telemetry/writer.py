@@ -74,14 +74,11 @@ class OpenRecord:
 
 
 class Journal:
-    """A telemetry file that is open for appending. Never ends a training run.
+    """A telemetry file that is open for appending; directories above it are made. ``facts``: the
+    contents of the ``start`` line, besides the time and the format.
 
-    A failing write (a full disk) is a warning, and the last. Windows are written in order, the last
-    one when the next is appended: some together, overflows at once.
-
-    Args:
-        path: the file; directories above it are made.
-        facts: the contents of the ``start`` line, besides the time and the format.
+    Never ends a training run: a failing write (a full disk) is a warning, and the last. Windows are
+    written in order, the last one when the next is appended: some together, overflows at once.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:

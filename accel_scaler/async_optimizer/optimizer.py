@@ -171,7 +171,7 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: the step before failed; says which parameters it had updated.
             OrderError: closed, or (with ``scaler``) no loss was scaled.
-            UnsupportedError: a closure.
+            ConfigError: a closure.
         """
         self._check_open("step")
         if closure is not None:
@@ -261,22 +261,15 @@ class AsyncOptimizer(Optimizer):
     @untraced
     def synchronize(self) -> None:
         """Wait for the step in flight and publish it: parameters and state are the newest then.
-
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published.
-
-        Raises:
-            StepError: it failed.
-        """
+        streams, where a newer value is published. Raises ``StepError`` where it failed."""
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
-        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
-
-        Parameters that hold less than their float32 ``master`` add it to their entries.
-        """
+        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`. Parameters that
+        hold less than their float32 ``master`` add it to their entries."""
         with self._stepper.still():
             return self.optimizer.state_dict()
 
@@ -300,11 +293,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def close(self) -> None:
-        """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
-
-        Raises:
-            StepError: the step in flight failed; closed all the same.
-        """
+        """Finish, publish, stop the thread, remove every hook. The optimizer is as before. Raises
+        ``StepError`` where the step in flight failed; closed all the same."""
         if self._closed:
             return
         self._forbid_inside("close")
@@ -358,13 +348,9 @@ def step_beside(
     models: Callable[[], Iterable[Module]] = tuple,
     **options: Any,
 ) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed.
-
-    Args:
-        holder: closes them; where it is gone without that, the next caller does.
-        models: returns those that hold the parameters, once they are known.
-        options: arguments of :class:`AsyncStepper`.
-    """
+    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed: by ``holder``, or
+    the next caller where that one is gone. ``models`` returns those that hold the parameters, once
+    they are known; ``options`` are arguments of :class:`AsyncStepper`."""
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
         if left.hooks is None:  # interrupted while it was made

@@ -53,8 +53,7 @@ def is_splittable(optimizer: Optimizer) -> bool:
 
 def refuse_replaced(optimizer: Optimizer) -> None:
     """Raise ``UnsupportedError`` where ``step`` on the instance is not the class's own."""
-    step = vars(optimizer).get("step")
-    if step is None:
+    if (step := vars(optimizer).get("step")) is None:
         return
     # Accelerate leaves the bound method there; an LR scheduler leaves its wrapper.
     by_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
@@ -71,11 +70,8 @@ def refuse_replaced(optimizer: Optimizer) -> None:
 
 
 def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
-    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
-
-    Args:
-        masters: which of what is trained is stepped through float32 copies.
-    """
+    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way; ``masters``:
+    which of what is trained is stepped through float32 copies."""
     name = type(optimizer).__name__
     closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -117,8 +113,7 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "would be, too, and unscaling into those is not supported. Load the model in float32 "
             "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
         )
-    others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
-    if others:
+    if others := {p.dtype for p in through} - LOW_PRECISION - {torch.float32}:
         got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
     elif len(set(map(id, through))) < len(through):
         got = "has a parameter twice in one group, expected each once"

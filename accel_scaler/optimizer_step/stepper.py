@@ -30,8 +30,6 @@ class StepTiming:
     """It ran on the training thread, which waited for all of it."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """``(start, length)`` of each wait."""
-    delay_compensation: str | None = None
-    """Of a late update: ``"preview"`` or ``"none"``; None: it was not late."""
     preview_error: float | None = None
     """Of a late update, where it was measured: norm of the preview's error / of the update."""
 

@@ -75,8 +75,7 @@ def charts(run: Run) -> list[Chart]:
     loss, norm = _lines(run, "loss", "loss"), _lines(run, "norm", "norm", is_log=True)
     scale = _lines(run, "scale", "scale", is_log=True) if run.is_scaled else []
     limits = [y for b in run.bins.done if (y := _drawable(b.max_norm, is_log=True)) is not None]
-    times = _lines(run, "seconds", "whole step", "ink", unit=1e3)
-    if times:
+    if times := _lines(run, "seconds", "whole step", "ink", unit=1e3):
         times += _lines(run, "update", "optimizer's update", "optimizer", unit=1e3)
         times += _lines(run, "waited", "waiting for it", "wait", unit=1e3)
     found = [
@@ -148,9 +147,7 @@ def _lines(
     run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
 ) -> list[Line]:
     """The mean of each bin, of a scale the last, times ``unit``; none where there are no numbers.
-
-    ``name`` is one of ``SERIES``.
-    """
+    ``name`` is one of ``SERIES``."""
     means, holds, width = run.bins.means(name), name == "scale", run.bins.width
 
     def drawn(values: list[float | None]) -> Numbers:

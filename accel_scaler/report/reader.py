@@ -15,13 +15,11 @@ MAX_LINE = 8 << 20
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Add up one telemetry file.
+    """Add up one telemetry file. Memory does not grow with the number of windows.
 
-    Memory does not grow with the number of windows. Lines that are cut off or hold nonsense are
-    counted in ``broken`` and skipped. An empty file gives a run without windows.
-
-    Raises:
-        ConfigError: the file cannot be read, is not telemetry, or has another format; one line.
+    Lines that are cut off or hold nonsense are counted in ``broken`` and skipped. An empty file
+    gives a run without windows. Raises ``ConfigError``, of one line, for a file that cannot be
+    read, is not telemetry, or has another format.
     """
     run = Run(os.fspath(path))
     try:

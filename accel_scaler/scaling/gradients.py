@@ -233,8 +233,7 @@ def unscale_in_place(
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
-        grad = p.grad
-        if grad is None:
+        if (grad := p.grad) is None:
             continue
         if grad.is_sparse:
             grad = grad._values()

@@ -40,8 +40,7 @@ class ParameterNames:
 
     def of(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """A name for each parameter: the module's, the optimizer's, or its place and shape."""
-        wanted = {id(p): p for p in params}
-        if not wanted:
+        if not (wanted := {id(p): p for p in params}):
             return []
         found = dict(self.by_id())
         for number, group in enumerate(optimizer.param_groups if optimizer else []):

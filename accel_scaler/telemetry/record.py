@@ -227,14 +227,9 @@ def _read_start(line: dict[str, Any]) -> Start:
 
 
 def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | None:
-    """One line of a file; None: of a kind that this version does not know.
-
-    Args:
-        names: those of the last names line; (): that line was lost.
-
-    Raises:
-        BrokenLineError: the line is not JSON, or does not follow the format.
-    """
+    """One line of a file; None: of a kind that this version does not know. ``names``: those of the
+    last names line; (): that line was lost. Raises ``BrokenLineError`` for a line that is not JSON,
+    or does not follow the format."""
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text

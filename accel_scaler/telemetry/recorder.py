@@ -62,8 +62,7 @@ class Recorder(Observer):
         window.grad_norms.fetch()
         if not self.wants_each_norm:
             return
-        if not window.losses.is_there:
-            window.losses.send()  # it is read when its record is written
+        window.losses.send()  # from a device it is read when its record is written
         index, interval = window.index, self.underflow_interval
         if self._measured[0] != index:
             self._read_range()
@@ -170,8 +169,7 @@ class NameTable:
         """``names`` and ``norms`` of a record, where there are norms: those of ``found``, of
         disjoint parameters, that are on the host. Parameters of no known model are named by the
         optimizer and come last."""
-        known = [(m, m.each) for m in found if m.each is not None]
-        if not known:
+        if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
         ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
         params = [p for m, _ in known for p in m.parameters]

@@ -58,8 +58,7 @@ class OpenRecord:
         if self.late_losses is not None:
             self.record = replace(self.record, loss=self.late_losses.total())
             self.late_losses = None
-        timings = [t for t in self.timings if t.finished]
-        if timings:
+        if timings := [t for t in self.timings if t.finished]:
             busy = sum(t.busy for t in timings)
             waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
             errors = [t.preview_error for t in timings if t.preview_error is not None]
@@ -75,14 +74,11 @@ class OpenRecord:
 
 
 class Journal:
-    """A telemetry file that is open for appending. Never ends a training run.
+    """A telemetry file that is open for appending; directories above it are made. ``facts``: the
+    contents of the ``start`` line, besides the time and the format.
 
-    A failing write (a full disk) is a warning, and the last. Windows are written in order, the last
-    one when the next is appended: some together, overflows at once.
-
-    Args:
-        path: the file; directories above it are made.
-        facts: the contents of the ``start`` line, besides the time and the format.
+    Never ends a training run: a failing write (a full disk) is a warning, and the last. Windows are
+    written in order, the last one when the next is appended: some together, overflows at once.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
@@ -170,12 +166,8 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Refuse a path that telemetry cannot be appended to; creates nothing.
-
-    Raises:
-        ConfigError: the path cannot be written, is no regular file, or is a file of another kind
-            or another format.
-    """
+    """Raise ``ConfigError`` for a path that cannot be written, is no regular file, or is a file of
+    another kind or another format. Creates nothing."""
     path = os.path.expanduser(path)
     try:
         if not os.path.exists(path):

@@ -107,13 +107,13 @@ def as_tables(text: str) -> str:
 
 def settings() -> str:
     """Every field of the one table in ``accel_scaler/config.py``: a heading and its text each."""
-    from accel_scaler.config import ABOUT, FIELDS
+    from accel_scaler.config import ABOUT, FIELDS, KINDS
 
     parts = []
     for name, spec in FIELDS.items():
         parts.append(
             f"## `{name}`\n\n{ABOUT[name]}\n\n"
-            f"Default `{spec.default!r}`. Takes {spec.metadata['kind'].allowed}.\n"
+            f"Default `{spec.default!r}`. Takes {KINDS[name].allowed}.\n"
         )
     return "\n".join(parts)
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accelerate import Accelerator
 
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError, shown
 from .accelerator import ScaledAccelerator
-from .attachment import Attachment, attachment_of, requested
+from .attachment import Attachment, attachment_of, requested, resolved
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config import Settings
 
 T = TypeVar("T")
 
 _scaled_classes: dict[type, type] = {}
 
 
-def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Any) -> T:
+def attach(
+    target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Unpack[Settings]
+) -> T:
     """Check each optimizer step of ``target``, in fp16 scaled by :class:`GradScaler`; returns it.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
@@ -73,8 +80,7 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
                 "first."
             )
         detach(accelerator)
-    wanted = replace(base or ScalerConfig.from_env(), **fields)
-    attached = Attachment(accelerator, wanted, fields)
+    attached = Attachment(accelerator, *resolved(base, fields))
     attached.install(accelerator)
     if not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)

@@ -40,6 +40,7 @@ ONLY_IN = {
     },
     "psutil": {"async_optimizer/worker", "devices"},
     "transformers": {"integrations/trainer"},
+    "typing_extensions": {"integrations/attaching"},
     "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
@@ -54,12 +55,12 @@ MAX_LINES = {
     "scaling": 2_236,
     "optimizer_step": 1_364,
     "async_optimizer": 5_690,
-    "integrations": 1_320,
+    "integrations": 1_330,
     "overflow": 2_086,
     "telemetry": 1_322,
     "report": 999,
     "launch": 402,
-    "": 860,
+    "": 909,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -5,7 +5,10 @@ Accelerate refuses a file with a key that it does not know, so the section is ta
 
 from __future__ import annotations
 
+import math
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,36 @@ def read_config(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], str | Non
         )
     del document[SECTION]
     return section, yaml.safe_dump(document)
+
+
+def write_section(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    """Write ``settings`` into our section of a file in YAML; every other line stays as it is.
+
+    Raises ``ConfigError`` for a file that cannot be written, or edited line by line."""
+    text = Path(path).read_bytes().decode()
+    added = yaml.safe_dump(dict(settings), sort_keys=False, width=math.inf)
+    before = yaml.load(text, yaml.BaseLoader) or {}
+    section = (before.get(SECTION) or {}) | yaml.load(added, yaml.BaseLoader)
+    # Its line, and those below it that are indented; of blank lines and comments those between.
+    lines = rf"^{SECTION}:.*(?:\n(?:[ \t\r]*(?:#.*)?\n)*[ \t]+[^\s#].*)*"
+    found = re.search(lines, text, re.MULTILINE)
+    block = found[0] if found else f"{SECTION}:"
+    indent = re.search(r"\n([ \t]+)[^\s#]", block)
+    for line in added.splitlines():
+        old = rf"(?m)^([ \t]+){line.partition(':')[0]}:.*?(?=[ \t\r]*$|[ \t]+#.*$)"
+        block, count = re.subn(old, r"\g<1>" + line.replace("\\", r"\\"), block)
+        block += "" if count else f"\n{indent[1] if indent else '  '}{line}"
+    gap = "" if text.endswith("\n") or not text else "\n"
+    start, end = found.span() if found else (len(text), len(text))
+    text = f"{text[:start]}{gap * (not found)}{block}{text[end:]}" + "\n" * (not found)
+    try:
+        if yaml.load(text, yaml.BaseLoader) != before | {SECTION: section}:
+            raise yaml.YAMLError
+        Path(path).write_bytes(text.encode())
+    except (OSError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or "its section is not in lines of `name: value`"
+        flow = yaml.safe_dump({SECTION: section}, default_flow_style=True, width=math.inf)
+        raise ConfigError(f"{path}: cannot be edited ({why}). By hand: {flow[1:-2]}") from None
 
 
 def shipped_configs() -> dict[str, Path]:

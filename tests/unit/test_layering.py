@@ -36,6 +36,7 @@ ONLY_IN = {
         "integrations/autocast",
         "integrations/optimizer",
         "integrations/stock_scaler",
+        "launch/ask",
         "launch/launcher",
     },
     "psutil": {"async_optimizer/worker", "devices"},
@@ -59,8 +60,8 @@ MAX_LINES = {
     "overflow": 2_086,
     "telemetry": 1_322,
     "report": 999,
-    "launch": 402,
-    "": 909,
+    "launch": 458,
+    "": 947,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -8,8 +8,10 @@ those lack, and may lack it, too.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,19 @@ def device_name(device: torch.device) -> str:
         ask = getattr(torch.get_device_module(device), "get_device_name", None)
         return device.type if ask is None else str(ask(device))
     return platform.processor() or platform.machine()
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Bytes that this process had at most: of tensors on ``device``, as its allocator counts, and
+    in all on the host; without what cannot be asked for. Waits for nothing."""
+    found: dict[str, float] = {}
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        found |= {} if ask is None else {"device_peak_bytes": ask()}
+    status = Path("/proc/self/status")  # Linux; ru_maxrss begins with that of the parent process
+    if status.exists() and (peak := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        found["host_peak_bytes"] = int(peak[1]) * 1024
+    return found
 
 
 def is_capturing() -> bool:

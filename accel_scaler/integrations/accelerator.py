@@ -207,7 +207,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds the ``scaler/...`` values of the last window."""
+        """As Accelerate's; adds the ``scaler/...`` values of the last window. Telemetry notes those
+        of an evaluation (``eval...``, ``val...``, ``test...``)."""
+        if self._attachment is not None:
+            self._attachment.recorder.note(values)
         super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
 
     def end_training(self) -> None:

@@ -58,7 +58,10 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 self._attachment.recorder.flush()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; adds the scaler's values to those of the training."""
+        """As the Trainer's; adds the scaler's values to those of the training. Telemetry notes
+        those of an evaluation."""
+        if self._attachment is not None:
+            self._attachment.recorder.note(logs)
         if "loss" in logs:
             for name, value in self.accelerator.scaler_history.progress().items():
                 logs.setdefault(f"scaler_{name}", value)

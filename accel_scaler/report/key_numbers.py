@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from ..console import number, percent
 from ..telemetry import headroom
 from .run import Run
+from .samples import Mean
 
 NONE = "\u2013"
 TILES = 6
+OWN = {
+    "parameters": "parameters",
+    "trained": "parameters trained",
+    "parameter_bytes": "memory of the parameters",
+    "device_peak_bytes": "peak memory, device",
+    "host_peak_bytes": "peak memory, host",
+}
+"""What is noted besides evaluations, and its title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,23 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         found.append(KeyNumber("headroom", doublings(room), more))
     if (error := run.preview_error.middle) is not None:
         found.append(KeyNumber("preview off by", f"{error:.2g}", "of the update"))
-    return found
+    return found + [_noted(name, mean) for name, mean in run.noted.items()]
 
 
 def doublings(room: float) -> str:
     """``2.5 doublings``, none where float32 has added up more than float16 holds."""
     return f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
+
+
+def _noted(name: str, mean: Mean) -> KeyNumber:
+    """The last one; of an evaluation, which there may be several of, their range as well."""
+    last, title = mean.last or 0.0, OWN.get(name, name)
+    if name.endswith("_bytes"):
+        return KeyNumber(title, f"{last / 1e9:.3g} GB")
+    if name in OWN:
+        return KeyNumber(title, f"{last:,.0f}")
+    more = f"lowest {number(mean.low)}, highest {number(mean.high)}" if mean.count > 1 else ""
+    return KeyNumber(title, number(last), more)
 
 
 def _loss(run: Run) -> KeyNumber:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
+import shlex
+import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
+from ..devices import peak_memory
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
 from ..version import __version__
@@ -25,6 +30,12 @@ from .record import Record, Start
 from .writer import Journal, OpenRecord, path_of
 
 logger = logging.getLogger("accel_scaler")
+
+
+EVALUATION = re.compile("(eval|val|valid|validation|test)[_/](?!.*(time|_per_second)$)")
+"""Names that values of an evaluation begin with; how long it took is none."""
+SECRET = re.compile("-.*(token|secret|password|key)$", re.IGNORECASE)
+"""Flags whose values stay out of the file."""
 
 
 class Recorder(Observer):
@@ -46,7 +57,7 @@ class Recorder(Observer):
         precision = "fp16" if self._is_scaled else "no"
         self.history = History(Start(facts={"precision": precision}, settings=settings))
         self.underflow_interval = underflow_interval
-        self._table = NameTable(scaler.parameter_names)
+        self._table, self._noted = NameTable(scaler.parameter_names), 0
         self._open: OpenRecord | None = None
         """The record of the last window, which another optimizer may join."""
         self._measured: tuple[int, Measured] = (-1, [])
@@ -122,10 +133,27 @@ class Recorder(Observer):
             self._open = OpenRecord(record, late)
             if self.journal is not None:
                 self.journal.append(self._open)
+                self._note_model(self.journal)
         self._open.record = record
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
+
+    def _note_model(self, journal: Journal) -> None:
+        names = self.scaler.parameter_names
+        if self._noted == names.version:
+            return
+        self._noted, params = names.version, names.parameters()
+        found = {"parameters": sum(p.numel() for p in params)}
+        found["trained"] = sum(p.numel() for p in params if p.requires_grad)
+        found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
+        journal.note(found)
+
+    def note(self, logged: Mapping[str, Any]) -> None:
+        """Write what of these values an evaluation has measured, by their names."""
+        if self.journal is not None:
+            known = {str(k): v for k, v in logged.items() if isinstance(v, (int, float))}
+            self.journal.note({k: v for k, v in known.items() if EVALUATION.match(k)})
 
     def _close_window(self) -> None:
         window, self._open = self._open, None
@@ -195,6 +223,17 @@ def _lr(group: dict[str, Any]) -> float | None:
     return None if rate is None else float(rate)
 
 
+def command_line(argv: Sequence[str]) -> str:
+    """A command as one types it, at most 2,000 characters, without secrets."""
+    words = []
+    for flag, word in zip(("", *argv), argv, strict=False):
+        name, equals, _ = word.partition("=")
+        if equals and SECRET.match(name):
+            word = f"{name}=..."
+        words.append("..." if SECRET.match(flag) and not word.startswith("-") else word)
+    return shlex.join(words)[:2000]
+
+
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
     """The recorder for ``config``; ``facts``, for the ``start`` line, have ``rank`` and ``ranks``.
     Raises ``ConfigError`` if ``telemetry`` cannot be written."""
@@ -206,8 +245,10 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "torch": torch.__version__,
             "changed": [name for name in config.changed() if name != "telemetry"],
             "settings": asdict(config),
+            "command": command_line(sys.argv),
         }
-        journal = Journal(path, {**facts, **own})
+        at_end = partial(peak_memory, torch.device(facts.get("device", "cpu")))
+        journal = Journal(path, {**facts, **own}, at_end)
     recorder = Recorder(scaler, journal, config.underflow_interval)
     recorder.wants_norms = config.telemetry is not None
     return recorder

@@ -53,15 +53,15 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_236,
+    "scaling": 2_243,
     "optimizer_step": 1_364,
     "async_optimizer": 5_690,
-    "integrations": 1_330,
+    "integrations": 1_336,
     "overflow": 2_086,
-    "telemetry": 1_322,
-    "report": 999,
+    "telemetry": 1_391,
+    "report": 1_035,
     "launch": 458,
-    "": 947,
+    "": 962,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

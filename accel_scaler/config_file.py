@@ -55,18 +55,21 @@ def write_section(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     added = yaml.safe_dump(dict(settings), sort_keys=False, width=math.inf)
     before = yaml.load(text, yaml.BaseLoader) or {}
     section = (before.get(SECTION) or {}) | yaml.load(added, yaml.BaseLoader)
+    if SECTION not in before:
+        text += "\n" * (text[-1:] not in ("", "\n")) + f"{SECTION}:\n"
+
+    def edited(match: re.Match[str]) -> str:
+        block = match[0]
+        indent = re.search(r"\n([ \t]+)[^\s#]", block)
+        for line in added.splitlines():
+            old = rf"(?m)^([ \t]+){line.partition(':')[0]}:.*?(?=[ \t\r]*$|[ \t]+#.*$)"
+            block, count = re.subn(old, r"\g<1>" + line.replace("\\", r"\\"), block)
+            block += "" if count else f"\n{indent[1] if indent else '  '}{line}"
+        return block
+
     # Its line, and those below it that are indented; of blank lines and comments those between.
-    lines = rf"^{SECTION}:.*(?:\n(?:[ \t\r]*(?:#.*)?\n)*[ \t]+[^\s#].*)*"
-    found = re.search(lines, text, re.MULTILINE)
-    block = found[0] if found else f"{SECTION}:"
-    indent = re.search(r"\n([ \t]+)[^\s#]", block)
-    for line in added.splitlines():
-        old = rf"(?m)^([ \t]+){line.partition(':')[0]}:.*?(?=[ \t\r]*$|[ \t]+#.*$)"
-        block, count = re.subn(old, r"\g<1>" + line.replace("\\", r"\\"), block)
-        block += "" if count else f"\n{indent[1] if indent else '  '}{line}"
-    gap = "" if text.endswith("\n") or not text else "\n"
-    start, end = found.span() if found else (len(text), len(text))
-    text = f"{text[:start]}{gap * (not found)}{block}{text[end:]}" + "\n" * (not found)
+    lines = rf"(?m)^{SECTION}:.*(?:\n(?:[ \t\r]*(?:#.*)?\n)*[ \t]+[^\s#].*)*"
+    text = re.sub(lines, edited, text, count=1)
     try:
         if yaml.load(text, yaml.BaseLoader) != before | {SECTION: section}:
             raise yaml.YAMLError

@@ -58,17 +58,14 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Bytes that this process had at most: of tensors on ``device``, as its allocator counts, and
-    in all on the host; without what cannot be asked for. Waits for nothing."""
-    found: dict[str, float] = {}
-    if device.type != "cpu":
-        ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-        found |= {} if ask is None else {"device_peak_bytes": ask()}
+def peak_memory() -> dict[str, float]:
+    """The most bytes that this process had so far: of tensors on the accelerator, as its allocator
+    counts, and in all on the host; what cannot be asked for is left out. Waits for nothing."""
+    ask = getattr(torch.get_device_module(present_type()), "max_memory_allocated", int)
     status = Path("/proc/self/status")  # Linux; ru_maxrss begins with that of the parent process
-    if status.exists() and (peak := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
-        found["host_peak_bytes"] = int(peak[1]) * 1024
-    return found
+    host = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
+    found = {"device_peak_bytes": ask(), "host_peak_bytes": int(host[1]) * 1024 if host else 0}
+    return {name: size for name, size in found.items() if size}
 
 
 def is_capturing() -> bool:

@@ -12,14 +12,6 @@ from .samples import Mean
 
 NONE = "\u2013"
 TILES = 6
-OWN = {
-    "parameters": "parameters",
-    "trained": "parameters trained",
-    "parameter_bytes": "memory of the parameters",
-    "device_peak_bytes": "peak memory, device",
-    "host_peak_bytes": "peak memory, host",
-}
-"""What is noted besides evaluations, and its title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +62,13 @@ def doublings(room: float) -> str:
 
 
 def _noted(name: str, mean: Mean) -> KeyNumber:
-    """The last one; of an evaluation, which there may be several of, their range as well."""
-    last, title = mean.last or 0.0, OWN.get(name, name)
+    """The last one; where there are several, of evaluations, their range as well."""
+    value = mean.last or 0.0
+    text = f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
     if name.endswith("_bytes"):
-        return KeyNumber(title, f"{last / 1e9:.3g} GB")
-    if name in OWN:
-        return KeyNumber(title, f"{last:,.0f}")
+        text = f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
     more = f"lowest {number(mean.low)}, highest {number(mean.high)}" if mean.count > 1 else ""
-    return KeyNumber(title, number(last), more)
+    return KeyNumber(name, text, more)
 
 
 def _loss(run: Run) -> KeyNumber:

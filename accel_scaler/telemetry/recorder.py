@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,13 +65,20 @@ class Recorder(Observer):
         self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
         if journal is not None:
-            self._finish = weakref.finalize(self, journal.close)
+            self._finish = weakref.finalize(self, journal.close, peak_memory)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Read what the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
         if not self.wants_each_norm:
             return
+        names = self.scaler.parameter_names
+        if self.journal is not None and self._noted != names.version:
+            self._noted, params = names.version, names.parameters()
+            found = {"parameters": sum(p.numel() for p in params)}
+            found["parameters_trained"] = sum(p.numel() for p in params if p.requires_grad)
+            found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
+            self.journal.note(found)
         if not window.losses.is_there:
             window.losses.send()  # it is read when its record is written
         index, interval = window.index, self.underflow_interval
@@ -133,21 +139,10 @@ class Recorder(Observer):
             self._open = OpenRecord(record, late)
             if self.journal is not None:
                 self.journal.append(self._open)
-                self._note_model(self.journal)
         self._open.record = record
         if timing is not None:
             self._open.timings.append(timing)
         self.history.add(record)
-
-    def _note_model(self, journal: Journal) -> None:
-        names = self.scaler.parameter_names
-        if self._noted == names.version:
-            return
-        self._noted, params = names.version, names.parameters()
-        found = {"parameters": sum(p.numel() for p in params)}
-        found["trained"] = sum(p.numel() for p in params if p.requires_grad)
-        found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
-        journal.note(found)
 
     def note(self, logged: Mapping[str, Any]) -> None:
         """Write what of these values an evaluation has measured, by their names."""
@@ -247,8 +242,7 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "settings": asdict(config),
             "command": command_line(sys.argv),
         }
-        at_end = partial(peak_memory, torch.device(facts.get("device", "cpu")))
-        journal = Journal(path, {**facts, **own}, at_end)
+        journal = Journal(path, {**facts, **own})
     recorder = Recorder(scaler, journal, config.underflow_interval)
     recorder.wants_norms = config.telemetry is not None
     return recorder

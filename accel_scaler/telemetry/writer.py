@@ -84,18 +84,15 @@ class Journal:
     Args:
         path: the file; directories above it are made.
         facts: the contents of the ``start`` line, besides the time and the format.
-        at_end: what is noted before the ``end`` line.
     """
 
-    def __init__(
-        self, path: str, facts: Mapping[str, Any], at_end: Callable[[], dict[str, float]] = dict
-    ) -> None:
+    def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
         self.path = path = os.path.expanduser(path)
         self.start_s = time.perf_counter()
         """``perf_counter`` at the start line: the zero of all times in the file."""
         self.error: str | None = None
         """What ended the run."""
-        self._at_end, self._step = at_end, 0
+        self._step = 0
         self._names: tuple[str, ...] = ()
         self._waiting: deque[OpenRecord] = deque()
         self._written_s = 0.0
@@ -131,10 +128,10 @@ class Journal:
         while self._waiting:
             self._write()
 
-    def close(self) -> None:
-        """Write the rest and the ``end`` line, and close the file. Idempotent."""
+    def close(self, at_end: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Write the rest, what ``at_end`` returns and the ``end`` line; close it. Idempotent."""
         self.flush()
-        self.note(self._at_end())
+        self.note(at_end())
         error = getattr(sys, "last_value", None)  # what ends the process, when it exits
         if self.error is None and error is not None and not hasattr(sys, "ps1"):
             self.error = f"{type(error).__name__}: {error}"

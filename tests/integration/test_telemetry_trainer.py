@@ -50,7 +50,11 @@ def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mod
     assert ends[0][1] == ends[1][1]
     assert lines_of(path)[-1]["kind"] == "end"
     noted, params = noted_in(path), list(trainer.model.parameters())
-    assert noted.pop("parameters") == noted.pop("trained") == [sum(p.numel() for p in params)]
+    assert (
+        noted.pop("parameters")
+        == noted.pop("parameters_trained")
+        == [sum(p.numel() for p in params)]
+    )
     assert noted.pop("parameter_bytes") == [sum(p.nbytes for p in params)]
     assert 5e7 < noted.pop("host_peak_bytes")[0] < 1e11
     evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]

@@ -58,10 +58,10 @@ MAX_LINES = {
     "async_optimizer": 5_690,
     "integrations": 1_336,
     "overflow": 2_086,
-    "telemetry": 1_391,
-    "report": 1_035,
+    "telemetry": 1_382,
+    "report": 1_026,
     "launch": 458,
-    "": 962,
+    "": 959,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

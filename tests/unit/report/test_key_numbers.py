@@ -55,7 +55,10 @@ def test_sessions_are_added_up_and_a_loss_that_is_no_number_is_shown(tmp_path: P
 
 def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> None:
     lines = [
-        *(t.start(), t.noted(0, parameters=124439808, trained=294912, parameter_bytes=497759232)),
+        *(
+            t.start(),
+            t.noted(0, parameters=124439808, parameters_trained=294912, parameter_bytes=497759232),
+        ),
         *(t.window(0), t.noted(0, eval_loss=2.5), t.window(1), t.noted(1, eval_loss=2.25)),
         *(t.noted(1, eval_loss="nan"), t.noted(1, test_f1=0.5), t.noted(1, host_peak_bytes=2**31)),
         *(t.noted(1, **{f"eval_{n}": n}) for n in range(99)),
@@ -67,10 +70,10 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
         found.items()
         >= {
             "parameters": "124,439,808",
-            "parameters trained": "294,912",
-            "memory of the parameters": "0.498 GB",
+            "parameters_trained": "294,912",
+            "parameter_bytes": "498 MB",
             "eval_loss": "nan lowest 2.25, highest 2.5",
             "test_f1": "0.5",
-            "peak memory, host": "2.15 GB",
+            "host_peak_bytes": "2.15 GB",
         }.items()
     )

@@ -39,8 +39,9 @@ def attach(
             ``transformers.Trainer``. A second call with no settings, or with those in force, does
             nothing.
         config: a :class:`ScalerConfig` has every setting, and the environment is not read. A
-            mapping has some of them, by field. Settings at their defaults that are in no mapping
-            are taken from the scaler that is replaced (``GradScalerKwargs``), as is its state.
+            mapping has some of them, by field. Settings that nothing names, of a ScalerConfig those
+            at their defaults, are those of the scaler that is replaced (``GradScalerKwargs``), as
+            is its state.
         **settings: fields of :class:`ScalerConfig`; they take precedence over ``config``, which
             takes precedence over ``ACCEL_SCALER_<FIELD>`` in the environment.
 

@@ -176,8 +176,9 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
         ({}, {}),
         (None, {"step_mode": "overlap"}),
         ({"fp32_modules": ("*.none",)}, {}),
+        (None, {"fp32_modules": " *.none,", "optimizer_threads": "auto"}),
         (attachment.config, {}),
-        (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),  # type: ignore[arg-type]
+        (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),
     ):
         assert attach(accelerator, config, **keywords) is accelerator
     assert attachment_of(accelerator) is attachment

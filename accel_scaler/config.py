@@ -202,9 +202,6 @@ class ScalerConfig:
     def __post_init__(self) -> None:
         for name in FIELDS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
-        object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
-        if self.telemetry is not None:
-            object.__setattr__(self, "telemetry", os.fspath(self.telemetry))
         low, scale, high = self.min_scale or 0.0, self.init_scale, self.max_scale or MAX_FLOAT32
         if not low <= scale <= high:
             raise ConfigError(
@@ -251,8 +248,7 @@ class ScalerConfig:
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order."""
-        values = {name: getattr(self, name) for name in FIELDS}
-        return {name: value for name, value in values.items() if value != FIELDS[name].default}
+        return {n: v for n, spec in FIELDS.items() if (v := getattr(self, n)) != spec.default}
 
 
 class Settings(TypedDict, total=False):
@@ -339,8 +335,8 @@ def environment(environ: Mapping[str, str]) -> Source:
 
 
 def checked(name: Any, value: Any) -> Any:
-    """``value``, read if it is a text. Raises ``ConfigError`` for a name of no field, or a value
-    that the field does not take."""
+    """``value`` as a config holds it: a text is read, a list a tuple, a path a text. Raises
+    ``ConfigError`` for a name of no field, or a value that the field does not take."""
     if name not in FIELDS:
         refuse_retired(str(name))
         fields = f"The fields are {', '.join(FIELDS)}."
@@ -352,7 +348,8 @@ def checked(name: Any, value: Any) -> Any:
     if not kind.check(value):
         refuse_retired(f"{name}={value!r}")
         raise ConfigError(f"{name}: got {shown(value)}, expected {kind.allowed}.")
-    return value
+    value = tuple(value) if isinstance(value, list) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def suggestion(written: str, known: Iterable[str], otherwise: str) -> str:

@@ -120,8 +120,9 @@ class Journal:
                 self._write()
 
     def note(self, values: Mapping[str, float]) -> None:
-        """Write numbers that belong to no window; there are none: nothing."""
-        self._try_to_put(*[encode_noted(self._step, values)] * bool(values))
+        """Write numbers that belong to no window, if there are any."""
+        if values:
+            self._try_to_put(encode_noted(self._step, values))
 
     def flush(self) -> None:
         """Write all windows, with what is known of them now."""

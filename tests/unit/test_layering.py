@@ -58,10 +58,10 @@ MAX_LINES = {
     "async_optimizer": 5_690,
     "integrations": 1_336,
     "overflow": 2_086,
-    "telemetry": 1_382,
+    "telemetry": 1_383,
     "report": 1_026,
     "launch": 458,
-    "": 959,
+    "": 964,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

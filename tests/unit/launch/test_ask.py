@@ -62,17 +62,19 @@ def test_every_other_line_stays_as_it_is(tmp_path: Path, section: str, written: 
             assert path.read_bytes().decode() == HEAD + written + tail
 
 
+@pytest.mark.parametrize("form", ["yaml", "json"])
 def test_what_is_answered_is_what_is_launched_with(
-    tmp_path: Path, answers: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, answers: list[str], capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
     path = tmp_path / "c.yaml"
     config = ClusterConfig("LOCAL_MACHINE", "NO", "fp16", use_cpu=True, debug=False)
-    config.to_yaml_file(str(path))
+    getattr(config, f"to_{form}_file")(str(path))
     before = path.read_text()
     telemetry = 'C:\\runs \\1 #2: "x"\'.jsonl'
     answers += ["later", "overlap", "", "0", "4x", "3", telemetry]
     assert ask(path) == 0
-    assert (path.read_text().startswith(before), answers) == (True, [])
+    assert answers == []
+    assert path.read_text().startswith(before.rstrip("\n}"))
     first = ScalerConfig(
         step_mode="overlap", skip_norm_above="4x", max_consecutive_skips=3, telemetry=telemetry
     )
@@ -96,7 +98,7 @@ def test_what_is_answered_is_what_is_launched_with(
     ("text", "typed", "said"),
     [
         ("accel_scaler: {step_mode: sync}\n", [""] * 5, "By hand: accel_scaler: {.*mode: sync"),
-        ('{"accel_scaler": {"step_mode": "sync"}}', [""] * 5, "cannot be edited .*By hand"),
+        ("{accel_scaler: {step_mode: sync}}", [""] * 5, "cannot be edited .*By hand"),
         ("a: 1\n...\n", [""] * 5, "cannot be edited"),
         ("accel_scaler:\n  telemetry: >-\n    a\n    b\n", [""] * 5, "cannot be edited"),
         ("accel_scaler: {step_mod: sync}\n", [], "unknown field 'step_mod'"),

@@ -56,7 +56,7 @@ MAX_LINES = {
     "scaling": 2_243,
     "optimizer_step": 1_364,
     "async_optimizer": 5_690,
-    "integrations": 1_336,
+    "integrations": 1_337,
     "overflow": 2_086,
     "telemetry": 1_383,
     "report": 1_026,

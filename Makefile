@@ -102,7 +102,7 @@ types: $(STAMP)
 # leave most of them untold.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "out/docs/index.html; its search needs a server: python -m http.server -d out/docs"
+	@echo "out/docs/index.html"
 
 # The picture in the README: the page of a recipe's run, the scale growing every fourth step.
 report: $(STAMP)

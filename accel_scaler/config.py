@@ -247,7 +247,7 @@ class ScalerConfig:
         return "watch" if is_wanted else "off"
 
     def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order."""
+        """The fields that differ from their defaults, in order: also a mapping for ``attach``."""
         return {n: v for n, spec in FIELDS.items() if (v := getattr(self, n)) != spec.default}
 
 

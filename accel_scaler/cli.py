@@ -48,6 +48,10 @@ def _run(argv: list[str]) -> int:
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
+    if argv[:1] == ["config"]:
+        from .launch.ask import main as ask
+
+        return ask(argv[1:])
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
         description="The optimizer step of Accelerate, checked: launch a script, report a run.",
@@ -57,6 +61,7 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
+    commands.add_parser("config", help="ask for a few settings of launch, and write them")
     reporting = commands.add_parser("report", help="make a page of a telemetry file")
     for argument in argv[:1] + argv[1:] * (argv[:1] == ["report"]):
         option = argument.partition("=")[0]

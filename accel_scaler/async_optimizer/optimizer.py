@@ -38,10 +38,10 @@ class AsyncOptimizer(Optimizer):
     >>> optimizer.step()          # checks, updates the scale, hands the update over
     >>> optimizer.zero_grad()
 
-    ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
-    awaited where it is next used. ``mode="delayed"`` updates float32 masters, which are published
-    one step late; until then the model has a preview (``delay_compensation``). ``mode="sync"``
-    steps at once. float16 and bfloat16 parameters train through float32 masters in every mode.
+    ``step_mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
+    awaited where it is next used. ``"delayed"`` updates float32 masters, which are published one
+    step late; until then the model has a preview (``delay_compensation``). ``"sync"`` steps at
+    once. float16 and bfloat16 parameters train through float32 masters in every mode.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
@@ -58,7 +58,7 @@ class AsyncOptimizer(Optimizer):
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
-        mode: ``"overlap"``, ``"delayed"`` or ``"sync"``: ``step_mode`` of ``ScalerConfig``.
+        step_mode: ``"overlap"``, ``"delayed"`` or ``"sync"``, as in ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
         observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
             ``scaler`` does. Ignored where the scaler has a boundary already.
@@ -78,12 +78,14 @@ class AsyncOptimizer(Optimizer):
         model: Module | None = None,
         *,
         scaler: GradScaler | None = None,
-        mode: str = "overlap",
+        step_mode: str = "overlap",
         offload: str = "none",
         observer: Observer | None = None,
         **settings: Any,
     ) -> None:
-        config, _ = merge(("AsyncOptimizer", {"step_mode": mode, "offload": offload, **settings}))
+        step_mode = settings.pop("mode", step_mode)  # its earlier name
+        given = {"step_mode": step_mode, "offload": offload, **settings}
+        config, _ = merge(("AsyncOptimizer", given))
         if foreign := settings.keys() - SETTINGS:
             raise ConfigError(
                 f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "
@@ -207,7 +209,7 @@ class AsyncOptimizer(Optimizer):
         """Unscale, check and clip the total norm of the gradients, before :meth:`step`.
 
         Args:
-            parameters: default: all of this optimizer's.
+            parameters: default: all of this optimizer's. Their order is that of the norm's sum.
 
         Returns the norm before clipping, unscaled, float32, shape (), summed in the order of
         ``parameters`` (by default the optimizer's, not the model's); inf after an overflow.
@@ -337,7 +339,7 @@ class AsyncOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
+        return f"AsyncOptimizer(step_mode={self._config.step_mode!r}, {self.optimizer!r})"
 
 
 def step_beside(

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
-        with _environment(config, ours.no_attach):
+        with _environment(config.to_env(sources), ours.no_attach):
             return _run(args)
 
 
@@ -175,7 +175,7 @@ def _refuse_other_scalers(merged: Any) -> None:
 
 
 @contextmanager
-def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
+def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     before = dict(os.environ)
     path = before.get("PYTHONPATH")
@@ -184,7 +184,7 @@ def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
     for key in before:
         if key.startswith(ENV_PREFIX):
             del os.environ[key]
-    os.environ.update(config.to_env())
+    os.environ.update(settings)
     os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     try:
         yield

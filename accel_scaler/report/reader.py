@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..errors import ConfigError
-from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
+from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Noted, Record, Start, decode
 from .run import Run
 
 MAX_LINE = 8 << 20
@@ -54,6 +54,8 @@ def _read_line(run: Run, number: int, line: bytes) -> None:
             run.add(found)
         elif isinstance(found, tuple):
             run.names = found
+        elif isinstance(found, Noted):
+            run.note(found)
         elif isinstance(found, End):
             run.end(found)
     except BrokenLineError as error:

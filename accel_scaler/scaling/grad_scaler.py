@@ -229,8 +229,8 @@ class GradScaler(torch.amp.GradScaler):
                 raise UnsupportedError(
                     f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} "
                     "is float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
-                    "scaler=scaler, mode='sync'), or attach(accelerator); or load the model in "
-                    "float32 (model.float()) and let autocast run it in float16."
+                    "scaler=scaler, step_mode='sync'), or attach(accelerator); or load the model "
+                    "in float32 (model.float()) and let autocast run it in float16."
                 )
         flags = unscale_in_place(params, inv_scale, found_inf)
         if any(map(has_nonfinite_gradient, shared)):

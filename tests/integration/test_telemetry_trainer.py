@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support import mlp, reset, weights
-from telemetry_runs import INF, kinds_of, lines_of, loss_of, sgd, windows_of
+from telemetry_runs import INF, kinds_of, lines_of, loss_of, noted_in, sgd, windows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_support import CONFIG, SKIPPED, logs, make, train
 
@@ -29,7 +29,7 @@ def config(path: Path | None = None, **more: Any) -> ScalerConfig:
 def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mode: Any) -> None:
     path, ends = tmp_path / "run.jsonl", []
     for telemetry in (None, path):
-        trainer, recorder = make(tmp_path / "out")
+        trainer, recorder = make(tmp_path / "out", eval_strategy="steps", eval_steps=4)
         attach(trainer, config(telemetry, step_mode=step_mode))
         train(trainer)
         if telemetry:
@@ -49,6 +49,16 @@ def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mod
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
     assert lines_of(path)[-1]["kind"] == "end"
+    noted, params = noted_in(path), list(trainer.model.parameters())
+    assert (
+        noted.pop("parameters")
+        == noted.pop("parameters_trained")
+        == [sum(p.numel() for p in params)]
+    )
+    assert noted.pop("parameter_bytes") == [sum(p.nbytes for p in params)]
+    assert 5e7 < noted.pop("host_peak_bytes")[0] < 1e11
+    evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    assert (noted, len(evaluated)) == ({"eval_loss": evaluated}, 2)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])  # with it the Trainer computes the loss
@@ -134,7 +144,7 @@ def test_of_a_loop_they_stand_at_the_loops_own_steps(mode: str, tmp_path: Path) 
         scales[100 * window] = accelerator.scaler.get_scale()
         if window != 4:
             norms[100 * window] = pytest.approx(norm)
-        accelerator.log({"loss": 1.0}, step=100 * window)
+        accelerator.log({"loss": 1.0, "val/accuracy": 0.5}, step=100 * window)
     own = 100 * WINDOWS  # with a value that the user logs under the same name
     accelerator.log({"loss": 1.0, "scaler/scale": 3.0}, step=own)
     scales[own], norms[own] = 3.0, pytest.approx(norm)

@@ -36,10 +36,12 @@ ONLY_IN = {
         "integrations/autocast",
         "integrations/optimizer",
         "integrations/stock_scaler",
+        "launch/ask",
         "launch/launcher",
     },
     "psutil": {"async_optimizer/worker", "devices"},
     "transformers": {"integrations/trainer"},
+    "typing_extensions": {"integrations/attaching"},
     "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
@@ -54,12 +56,12 @@ MAX_LINES = {
     "scaling": 2_252,
     "optimizer_step": 1_364,
     "async_optimizer": 5_706,
-    "integrations": 1_320,
+    "integrations": 1_337,
     "overflow": 2_086,
-    "telemetry": 1_322,
-    "report": 999,
-    "launch": 402,
-    "": 860,
+    "telemetry": 1_383,
+    "report": 1_026,
+    "launch": 458,
+    "": 964,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

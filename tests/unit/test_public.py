@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import tomllib
 from places import ROOT
 from torch.amp import GradScaler as Stock
@@ -47,6 +51,39 @@ def test_every_method_of_torchs_scaler_is_there_and_documented() -> None:
     assert [p.name for p in ours] == [p.name for p in settings]
     assert [p.default for p in ours[1:]] == [p.default for p in settings[1:]]
     assert ours[0].default is None, "the accelerator that is there, and not CUDA"
+
+
+USE = """
+from accel_scaler import ScalerConfig, attach
+class Own: ...
+own: Own = attach(Own(), step_mode="overlap", fp32_modules="*.wo", skip_norm_above="4x")
+attach(3, ScalerConfig(heal=True), optimizer_threads=2, telemetry=None, min_scale=1)
+attach(own, step_mod="overlap")
+attach(own, step_mode="later")
+ScalerConfig(growth_intervall=2)
+other: int = attach(own)
+"""
+WRONG = {6: "did you mean", 7: "'delayed'", 8: "did you mean", 9: "int"}
+"""Lines of ``USE`` that mypy refuses, and a part of what it says."""
+
+
+@pytest.mark.process
+def test_mypy_knows_the_settings_as_keywords_and_that_attach_returns_its_target(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "use.py").write_text(USE)
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nhide_error_codes = true\n[mypy-torch.*,accelerate.*,transformers.*]\n"
+        "follow_imports = skip\nignore_missing_imports = true\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "use.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "MYPYPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    said = dict(re.findall(r"^use.py:(\d+): error: (.*)", done.stdout, re.M))
+    assert list(map(int, said)) == list(WRONG), done.stdout + done.stderr
+    assert all(WRONG[int(line)] in text for line, text in said.items())
 
 
 def test_torch_is_pinned_in_one_version() -> None:

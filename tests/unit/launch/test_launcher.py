@@ -240,8 +240,10 @@ def test_accelerate_gets_its_own_arguments_and_no_other(started: Started) -> Non
 def test_the_section_is_taken_out_and_the_settings_are_printed(
     started: Started, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
-    name = with_section("min_scale: 2\nstep_mode: overlap")
+    """Also those at their defaults: they outrank GradScalerKwargs in the script."""
+    name = with_section("min_scale: 2\nstep_mode: overlap\ngrowth_interval: 2000")
     assert main([*(["-q"] if quiet else []), "--config_file", name, "train.py"]) == 0
+    assert started.settings[f"{ENV_PREFIX}GROWTH_INTERVAL"] == "2000"
     assert started.config == yaml.safe_load(ACCELERATE)
     assert started.config_file is not None
     assert not started.config_file.parent.exists()

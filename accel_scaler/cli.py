@@ -57,6 +57,7 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
+    testing = commands.add_parser("test", help="try it on this machine; run this first")
     reporting = commands.add_parser("report", help="make a page of a telemetry file")
     for argument in argv[:1] + argv[1:] * (argv[:1] == ["report"]):
         option = argument.partition("=")[0]
@@ -67,6 +68,11 @@ def _run(argv: list[str]) -> int:
 
         report.add_arguments(reporting)
         return report.run(parser.parse_args(argv))
+    if argv[:1] == ["test"]:
+        from . import selftest
+
+        selftest.add_arguments(testing)
+        return selftest.run(parser.parse_args(argv))
     parser.parse_args(argv)  # --help, --version and errors exit here
     parser.print_help()
     return 0

@@ -15,6 +15,7 @@ from .version import __version__
 
 EXAMPLE = """\
 example:
+  accel-scaler test
   accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py
   accel-scaler report run.jsonl
 
@@ -25,8 +26,8 @@ accel-scaler COMMAND --help shows the arguments of a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel-scaler``; returns the exit status.
 
-    0: done. 2: a wrong argument, setting or file, one line on stderr. ``launch`` returns the status
-    of the process that failed first. 130 after Ctrl-C.
+    0: done. 1: a row of ``test`` failed. 2: a wrong argument, setting or file, one line on stderr.
+    ``launch`` returns the status of the process that failed first. 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OTHERS = ("ACCELERATE_", "ACCEL_SCALER_")
 """What a user or a launcher has set with these would change what a row runs."""
 USE_CPU, DEVICE = "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"
-LOGGERS = ("accel_scaler", "accelerate")
+NUMBERS = ("window_ms", "waits_ms", "device_bytes", "host_bytes")
 ROW = "{:<22}  {:<7}  {:<45} {:<45}  {}"
 MODE = "{:<16} {:>10} {:>10} {:>7} {:>7} {:>9}  {}"
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if is_ready and args.num_processes > 1:
             return _launch(args, first[0].got.startswith("cpu"))
         found: list[Result] = []
-        for row in in_turn(first, size):
+        for row in in_turn(first, size) if is_ready else first:
             if not found:
                 say(ROW.format("row", "status", "got", "expected", ""))
             found.append(row)
@@ -75,8 +75,9 @@ def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
     """The same on several ranks; the exit status of the one that failed first."""
     from ..launch.launcher import main as launch
 
+    os.environ.pop(DEVICE, None)  # each rank takes its own; they inherit the rest
     if is_cpu:
-        os.environ[USE_CPU] = "true"  # the ranks inherit it
+        os.environ[USE_CPU] = "true"
     flags = ["--no_attach", "--quiet", "--multi_gpu", "--num_processes", str(args.num_processes)]
     flags += ["--num_machines", "1", "--main_process_port", "0", "--module", "accel_scaler", "test"]
     flags += ["--parameters", args.parameters] + ["--json", args.json] * bool(args.json)
@@ -90,7 +91,7 @@ def _end(found: list[Result], path: str | None) -> None:
         say("\n" + MODE.format("", "window", "waits", "device", "host", "of waits", "a line for"))
         say(MODE.format("mode", "ms", "ms", "bytes", "bytes", "hidden", "a config file"))
     for each in estimates:
-        numbers = [f"{each[key]:.1f}" for key in each if key.endswith(("_ms", "_bytes"))]
+        numbers = [f"{each[key]:.1f}" for key in NUMBERS]
         share = each["hidden"]
         hidden = "" if share is None else f"{min(share, 1):.0%}" if share > 0 else "nothing"
         say(MODE.format(each["mode"], *numbers, hidden, each["paste"]))
@@ -107,15 +108,13 @@ def _end(found: list[Result], path: str | None) -> None:
 @contextmanager
 def _environment(device: str | None) -> Iterator[None]:
     """Only the device is set for Accelerate, and nobody warns; afterwards all is as before."""
-    before, loggers = dict(os.environ), [logging.getLogger(name) for name in LOGGERS]
-    levels = [each.level for each in loggers]
+    before, disabled = dict(os.environ), logging.root.manager.disable
     for name in before:
         if name.startswith(OTHERS) and (device or name not in (USE_CPU, DEVICE)):
             del os.environ[name]
     if device:
         os.environ.update({USE_CPU: "true"} if device == "cpu" else {DEVICE: device})
-    for each in loggers:
-        each.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -123,5 +122,4 @@ def _environment(device: str | None) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        logging.disable(disabled)

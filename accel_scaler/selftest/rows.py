@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ def compare(row: str, got: Seen, expected: Seen) -> Result:
     """``"ok"`` if all is equal, bit for bit; else the first thing that differs is told."""
     for at, (one, other) in enumerate(zip(got.windows, expected.windows, strict=True)):
         if one != other:
-            return Result(row, "failed", f"window {at}: {one}", f"window {at}: {other}")
+            return Result(row, "failed", f"{at}: {one}", f"{at}: {other}")
     for name in ("weights", "state"):
         mine, plain = getattr(got, name), getattr(expected, name)
         if not mine.equal(plain):
@@ -128,9 +129,11 @@ def device(processes: int) -> Result:
     except Exception as error:  # of a class for each backend
         expected = "cpu" if present == "cpu" else f"cpu or {present}"
         return Result(row, "failed", name, expected, _line(error))
-    many = torch.accelerator.device_count() if found.type != "cpu" else processes
-    if many < processes:
-        return Result(row, "failed", f"{many} x {found.type}", f"{processes}: one a process")
+    most = torch.accelerator.device_count() if found.type != "cpu" else max(processes, 1)
+    if not 1 <= processes <= most:
+        return Result(
+            row, "failed", f"{processes} processes", f"1 to {most}, each on a {found.type}"
+        )
     versions = f"torch {torch.__version__}, Accelerate {accelerate.__version__}"
     return Result(row, "ok", f"{found.type}, {device_name(found)}", reason=versions)
 
@@ -142,26 +145,20 @@ def read_size(text: str) -> int:
 
 
 def in_turn(first: list[Result], size: int) -> Iterator[Result]:
-    """``first``, then every row as soon as it is there, on rank 0; where one of ``first`` failed
-    nothing is run."""
-    if any(row.status == "failed" for row in first):
-        yield from first
-        return
-    rows: dict[str, Callable[[str], Result]] = {
-        **ROWS,
-        "what is hidden here": partial(hidden, size),
-    }
+    """``first``, then every row as soon as it is there; on other ranks than 0 nothing."""
+    names = [*ROWS, "what is hidden here"]
     with joined() as state:
         yield from first if state.is_main_process else ()
-        for name, function in rows.items():
-            result = attempt(name, function)
+        for name in names:
+            mine = attempt(name, ROWS.get(name, partial(hidden, size)))
             try:
-                every: list[Result] = gather_object([result])
+                every: list[Result] = gather_object([mine])
             except RuntimeError as error:
-                yield Result(name, "failed", _line(error), "an answer of each rank")
-                return
+                names.clear()  # the ranks are apart: each tells its own, and no row follows
+                print(f"rank {state.process_index}: {mine}", file=sys.stderr)
+                every = [Result(name, "failed", _line(error), "an answer of each rank")]
             if state.is_main_process:
-                yield next((each for each in every if each.status == "failed"), result)
+                yield next((each for each in every if each.status == "failed"), mine)
 
 
 def attempt(name: str, function: Callable[[str], Result]) -> Result:

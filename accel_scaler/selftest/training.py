@@ -51,9 +51,6 @@ class Window(NamedTuple):
     lr: float
     norm: float
 
-    def __str__(self) -> str:
-        return f"{'skipped' * self.skipped} scale {self.scale:g} lr {self.lr:g} norm {self.norm!r}"
-
 
 class Seen(NamedTuple):
     """What a run showed; the tensors are float32, on the CPU, of shape (n,)."""

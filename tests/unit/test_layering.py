@@ -61,8 +61,8 @@ MAX_LINES = {
     "telemetry": 1_322,
     "report": 999,
     "launch": 402,
-    "selftest": 700,
-    "": 866,
+    "selftest": 668,
+    "": 867,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -155,10 +155,9 @@ def test_the_command_tells_each_row_and_leaves_nothing_behind(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a user's, and not of the rows
     monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", "delayed")
-    level = logging.getLogger("accel_scaler").level
     assert run("--json", str(tmp_path / "found.json")) == (fault is not None)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-    assert logging.getLogger("accel_scaler").level == level
+    assert logging.root.manager.disable == logging.NOTSET
     assert AcceleratorState._shared_state == PartialState._shared_state == {}
     written = json.loads((tmp_path / "found.json").read_text())
     lines = capsys.readouterr().out.splitlines()
@@ -186,6 +185,7 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "no device": (["--device", "gpu"], "gpu", "cpu"),
     "trains nothing": (["--device", "meta"], "meta", "cpu"),
     "no number": (["--parameters", "350X"], "350X", "a number above 0, such as 350M or 1.5B"),
+    "no process": (["--num_processes", "0", "--device", "cpu"], "0 processes", "1 to 1"),
     "for ranks": (["--num_processes", "2", "--device", "xpu"], "xpu", "cpu"),
 }
 

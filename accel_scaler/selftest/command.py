@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,7 +82,8 @@ def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
     flags = ["--no_attach", "--quiet", "--multi_gpu", "--num_processes", str(args.num_processes)]
     flags += ["--num_machines", "1", "--main_process_port", "0", "--module", "accel_scaler", "test"]
     flags += ["--parameters", args.parameters] + ["--json", args.json] * bool(args.json)
-    return launch(flags)
+    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:  # torchrun leaves its own
+        return launch(["--log_dir", folder, *flags])
 
 
 def _end(found: list[Result], path: str | None) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from .training import attached, optimizer_of
@@ -22,7 +23,8 @@ LARGEST_ON_A_CPU, LARGEST = 4_000_000, 128_000_000
 """Parameters that are timed at most: it ends soon, and fits a small device."""
 BLOCKS, TURNS, WINDOWS = 12, 3, 4
 ROOM, MOST_ROWS = 3.0, 8192
-"""A batch has so many rows that forward and backward take ``ROOM`` times what ``sync`` waits."""
+"""A batch has so many rows that forward and backward take ``ROOM`` times what ``sync`` waits, or
+more."""
 
 
 class Trial:
@@ -92,16 +94,19 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
     weights, gradients, state, masters.
     """
     found: list[dict[str, Any]] = []
-    rows, sync = 0, 0.0
+    rows, sync = 8, 0.0
     for offload in ("none", "cpu"):
         for mode in ("sync", "overlap", "delayed"):
             settings = {"step_mode": mode, "offload": offload}
             with attached("no" if is_cpu else "fp16", **settings) as accelerator:
                 trial = Trial(accelerator, min(size, LARGEST_ON_A_CPU if is_cpu else LARGEST))
-                if not rows:
-                    work, window = trial.seconds(64)
-                    rows = round(min(max(64 * ROOM * (window / work - 1), 8), MOST_ROWS))
                 work, window = trial.seconds(rows)
+                while not found and rows < MOST_ROWS:
+                    is_short = work < ROOM * (window - work)
+                    if not broadcast_object_list([is_short])[0]:  # as rank 0 has it
+                        break
+                    rows *= 2
+                    work, window = trial.seconds(rows)
                 measured, held = trial.size, trial.held
                 del trial  # its memory, too, before the next one's
             waits = window - work

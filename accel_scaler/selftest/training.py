@@ -26,8 +26,7 @@ from ..integrations import attach, detach
 from ..scaling import GradScaler
 
 WINDOWS, MICRO_BATCHES, OVERFLOW = 6, 2, 3
-INIT_SCALE, GROWTH_INTERVAL = 1024.0, 2
-SCALE: dict[str, Any] = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL}
+SCALE: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 CLIP, LR, MOMENTUM = 0.5, 0.05, 0.9
 LIMIT = timedelta(seconds=60)
 """A rank that waits longer for another one fails."""
@@ -135,7 +134,7 @@ def trained(
     """An attached run of these windows, from and to a checkpoint where one is named."""
     seen = []
     scale = SCALE if case.precision == "fp16" else {}
-    with attached(case.precision, **scale, **case.settings) as accelerator:
+    with attached(case.precision, **(scale | case.settings)) as accelerator:
         model: Any = network(case.weights)
         optimizer: Any = optimizer_of(model.parameters(), case.adam)
         schedule: Any = schedule_of(optimizer)
@@ -164,7 +163,8 @@ def reference(case: Case) -> Seen:
     delayed = case.settings.get("step_mode") == "delayed"
     previewed = delayed and case.settings.get("delay_compensation") != "none"
     place = torch.device("cpu") if "offload" in case.settings else PartialState().device
-    scale, good, seen = INIT_SCALE if case.precision == "fp16" else 1.0, 0, []
+    is_scaled, seen, good = case.precision == "fp16", [], 0
+    scale = SCALE["init_scale"] if is_scaled else 1.0
     with attached(case.precision) as accelerator, torch.no_grad():
         model = accelerator.prepare(network(case.weights))
         params = list(model.parameters())
@@ -184,7 +184,7 @@ def reference(case: Case) -> Seen:
             norm = torch.nn.utils.get_total_norm(grads)
             skipped, (rate,) = not bool(norm.isfinite()), schedule.get_last_lr()
             good = 0 if skipped else good + 1
-            if case.precision == "fp16" and (skipped or good == GROWTH_INTERVAL):
+            if is_scaled and (skipped or good == SCALE["growth_interval"]):
                 scale, good = scale * (0.5 if skipped else 2.0), 0
             is_late = delayed and not skipped and bool(optimizer.state or not previewed)
             if is_late:

@@ -37,6 +37,7 @@ ONLY_IN = {
         "integrations/optimizer",
         "integrations/stock_scaler",
         "launch/launcher",
+        "selftest/estimate",
         "selftest/rows",
         "selftest/training",
     },

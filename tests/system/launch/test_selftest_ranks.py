@@ -19,15 +19,19 @@ LAUNCH = [
 
 @pytest.mark.parametrize("command", [TEST, LAUNCH], ids=["by itself", "launched"])
 def test_two_ranks_run_every_row_and_one_tells(tmp_path: Path, command: list[str]) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     code, out, err = run(
         [*command, "--parameters", "30k", "--json", "found.json"],
-        tmp_path, ACCELERATE_USE_CPU="true",
+        tmp_path, ACCELERATE_USE_CPU="true", TMPDIR=str(temporary),
     )  # fmt: skip
     assert code == 0, out + err
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["not run"], found["failed"]) == (0, 0)
     assert found["ok"] == len(found["rows"]) == 12
     assert out.count("ranks agree") == 1
+    torchs = ("torchinductor_", *["torchelastic_"] * (command is LAUNCH))
+    assert [path for path in temporary.iterdir() if not path.name.startswith(torchs)] == []
 
 
 def test_a_bad_size_is_told_before_a_rank_starts(tmp_path: Path) -> None:

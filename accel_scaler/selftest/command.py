@@ -95,11 +95,10 @@ def _end(found: list[Result], path: str | None) -> None:
     for each in estimates:
         numbers = [f"{each[key]:.1f}" for key in NUMBERS]
         share = each["hidden"]
-        hidden = "" if share is None else f"{min(share, 1):.0%}" if share > 0 else "nothing"
+        hidden = "?" if share is None else f"{min(share, 1):.0%}" if share > 0 else "nothing"
         say(MODE.format(each["mode"], *numbers, hidden, each["paste"]))
-    counts = {
-        name: [row.status for row in found].count(name) for name in ("ok", "not run", "failed")
-    }
+    statuses = [row.status for row in found]
+    counts = {name: statuses.count(name) for name in ("ok", "not run", "failed")}
     say("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))
     if path is not None:
         content = {"accel_scaler": __version__, **counts, "rows": [asdict(row) for row in found]}

@@ -21,7 +21,7 @@ from .training import attached, optimizer_of
 
 LARGEST_ON_A_CPU, LARGEST = 4_000_000, 128_000_000
 """Parameters that are timed at most: it ends soon, and fits a small device."""
-BLOCKS, TURNS, WINDOWS = 12, 3, 4
+BLOCKS, TURNS, WINDOWS = 12, 7, 2
 ROOM, MOST_ROWS = 3.0, 8192
 """A batch has so many rows that forward and backward take ``ROOM`` times what ``sync`` waits, or
 more."""
@@ -61,17 +61,20 @@ class Trial:
         float(self.params[0].grad[0, 0])  # waits, too
 
     def seconds(self, rows: int) -> tuple[float, float]:
-        """Of a window: forward and backward alone; and from the end of one step to the next."""
-        times: list[list[float]] = [[], []]
+        """From the end of one step to the next; and that less forward and backward alone. Both are
+        taken in turn: a machine that others use is slow for both."""
+        turns: list[list[float]] = []
         for _ in range(TURNS):
-            for run, took in zip((self.work, self.train), times, strict=True):
+            turns.append([])
+            for run in (self.train, self.work):
                 self.optimizer.synchronize()
                 run(rows)
+                start = time.perf_counter()
                 for _ in range(WINDOWS):
-                    start = time.perf_counter()
                     run(rows)
-                    took.append(time.perf_counter() - start)
-        return statistics.median(times[0]), statistics.median(times[1])
+                turns[-1].append((time.perf_counter() - start) / WINDOWS)
+        waits = statistics.median(window - work for window, work in turns)
+        return statistics.median(window for window, _ in turns), waits
 
 
 def _held(device: torch.device) -> Counter[str]:
@@ -89,9 +92,9 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
     """Each mode, and how all were timed, in words.
 
     ``window_ms``: forward, backward, clip and step. ``waits_ms``: less forward and backward.
-    ``hidden``: the share of what ``sync`` waits with the same offload; None where that is nothing,
-    and for ``sync``. Bytes a parameter between two windows, on a CPU all of them the device's:
-    weights, gradients, state, masters.
+    ``hidden``: the share of what ``sync`` waits with the same offload; None where that cannot be
+    seen. Bytes a parameter between two windows, on a CPU all of them the device's: weights,
+    gradients, state, masters.
     """
     found: list[dict[str, Any]] = []
     rows, sync = 8, 0.0
@@ -100,16 +103,15 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
             settings = {"step_mode": mode, "offload": offload}
             with attached("no" if is_cpu else "fp16", **settings) as accelerator:
                 trial = Trial(accelerator, min(size, LARGEST_ON_A_CPU if is_cpu else LARGEST))
-                work, window = trial.seconds(rows)
+                window, waits = trial.seconds(rows)
                 while not found and rows < MOST_ROWS:
-                    is_short = work < ROOM * (window - work)
+                    is_short = window - waits < ROOM * waits
                     if not broadcast_object_list([is_short])[0]:  # as rank 0 has it
                         break
                     rows *= 2
-                    work, window = trial.seconds(rows)
+                    window, waits = trial.seconds(rows)
                 measured, held = trial.size, trial.held
                 del trial  # its memory, too, before the next one's
-            waits = window - work
             sync = waits if mode == "sync" else sync
             found.append(
                 {
@@ -118,7 +120,7 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
                     "waits_ms": waits * 1e3 * size / measured,
                     "device_bytes": held["device"] / measured,
                     "host_bytes": held["host"] / measured,
-                    "hidden": None if mode == "sync" or sync <= 0 else 1 - waits / sync,
+                    "hidden": 1 - waits / sync if sync > 0 else None,
                     "paste": f"accel_scaler: {{step_mode: {mode}, offload: {offload}}}",
                 }
             )

@@ -62,7 +62,7 @@ MAX_LINES = {
     "telemetry": 1_322,
     "report": 999,
     "launch": 402,
-    "selftest": 668,
+    "selftest": 676,
     "": 867,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.

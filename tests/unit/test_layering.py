@@ -58,7 +58,7 @@ MAX_LINES = {
     "overflow": 2_086,
     "telemetry": 1_322,
     "report": 999,
-    "launch": 402,
+    "launch": 407,
     "": 860,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.

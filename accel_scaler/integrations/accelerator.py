@@ -210,7 +210,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds the ``scaler/...`` values of the last window."""
-        super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
+        if self._attachment is not None and self._attachment.config.log_values:
+            values = {**self.scaler_history.metrics(), **values}
+        super().log(values, *args, **kwargs)
 
     def end_training(self) -> None:
         """As Accelerate's; first publishes the last step and writes all of the telemetry."""

@@ -60,7 +60,7 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; adds the scaler's values to those of the training."""
-        if "loss" in logs:
+        if "loss" in logs and self._scaler_config.log_values:
             for name, value in self.accelerator.scaler_history.progress().items():
                 logs.setdefault(f"scaler_{name}", value)
         super().log(logs, *args, **kwargs)

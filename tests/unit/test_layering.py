@@ -54,12 +54,12 @@ MAX_LINES = {
     "scaling": 2_236,
     "optimizer_step": 1_364,
     "async_optimizer": 5_690,
-    "integrations": 1_320,
+    "integrations": 1_322,
     "overflow": 2_086,
     "telemetry": 1_322,
     "report": 999,
-    "launch": 407,
-    "": 860,
+    "launch": 408,
+    "": 876,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

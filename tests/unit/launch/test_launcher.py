@@ -76,7 +76,8 @@ EVERY = ScalerConfig(
     skip_nonfinite=False, skip_norm_above="4.5x",
     delay_warmup_steps=8, delay_compensation="preview", offload="cpu", optimizer_threads=3,
     master_weights="fp32",
-    fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
+    fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, log_values=False,
+    find_overflow="replay",
     sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 

@@ -172,6 +172,7 @@ class ScalerConfig:
         telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the
             path each rank writes its own. Records are appended. accel-scaler report reads it.
         underflow_interval: With telemetry: every N windows record the largest gradient (headroom).
+        log_values: Add the scaler's values to the Trainer's log and to accelerator.log.
     """
 
     init_scale: float = setting(2.0**16, SCALE)
@@ -198,6 +199,7 @@ class ScalerConfig:
     fp32_modules: Sequence[str] = setting((), GLOBS)
     telemetry: os.PathLike[str] | str | None = setting(None, optional(PATH))
     underflow_interval: int = setting(100, COUNT)
+    log_values: bool = setting(True, SWITCH)
 
     def __post_init__(self) -> None:
         for name in FIELDS:

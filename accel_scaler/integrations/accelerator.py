@@ -211,7 +211,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         of an evaluation (``eval...``, ``val...``, ``test...``)."""
         if self._attachment is not None:
             self._attachment.recorder.note(values)
-        super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
+            if self._attachment.config.log_values:
+                values = {**self.scaler_history.metrics(), **values}
+        super().log(values, *args, **kwargs)
 
     def end_training(self) -> None:
         """As Accelerate's; first publishes the last step and writes all of the telemetry."""

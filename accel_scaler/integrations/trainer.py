@@ -62,7 +62,7 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         those of an evaluation."""
         if self._attachment is not None:
             self._attachment.recorder.note(logs)
-        if "loss" in logs:
+        if "loss" in logs and self._scaler_config.log_values:
             for name, value in self.accelerator.scaler_history.progress().items():
                 logs.setdefault(f"scaler_{name}", value)
         super().log(logs, *args, **kwargs)

@@ -125,7 +125,7 @@ def prepare(
     try:
         merged = _merged_by_accelerate(args)
         if not ours.no_attach:
-            _refuse_other_scalers(merged)
+            _refuse_unsuitable(merged)
         # Ranks on other hosts write only to a path with {rank}.
         if (path := path_of(config, merged.machine_rank or 0)) is not None:
             refuse_unwritable(path)
@@ -164,7 +164,13 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
     return merged
 
 
-def _refuse_other_scalers(merged: Any) -> None:
+def _refuse_unsuitable(merged: Any) -> None:
+    on_cpu, ranks = merged.cpu or merged.use_cpu, merged.num_processes or 1
+    if merged.use_fsdp and on_cpu and ranks > 1:
+        raise UnsupportedError(
+            f"got FSDP with use_cpu and num_processes={ranks}: on a CPU there is no FSDP, and each "
+            "process would train alone. Take out use_cpu (--cpu), or give --num_processes 1."
+        )
     kinds = {"use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
     for flag, kind in kinds.items():
         if getattr(merged, flag) and not merged.cpu:

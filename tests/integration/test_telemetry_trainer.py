@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,20 @@ def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:
     detach(trainer)
     trainer.log({"loss": 1.0})
     assert "scaler_scale" not in trainer.state.log_history[-1]
+
+
+def test_log_values_false_leaves_the_logs_alone(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path)
+    train(attach(trainer, config(), log_values=False))
+    history, accelerator = trainer.state.log_history, trainer.accelerator
+    assert accelerator.scaler_history.skips == len(SKIPPED)
+    assert sum("loss" in entry for entry in history) == STEPS
+    assert [key for entry in history for key in entry if "scaler" in key] == []
+    got: list[Any] = []
+    tracker = SimpleNamespace(name="a", log=lambda values, step: got.append(values))
+    accelerator.trackers = [tracker]
+    accelerator.log({"loss": 1.0})
+    assert got == [{"loss": 1.0}]
 
 
 def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:

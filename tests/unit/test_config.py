@@ -69,6 +69,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
     ),
     "heal": ((True, False), NO_SWITCH),
+    "log_values": ((True, False), NO_SWITCH),
     "fp32_modules": (
         ((), ("*.wo",), ("h.[0-3].mlp", "a?")),
         ("a b", None, True, 1, ("",), (1,), ("a b",), ("a,b",), {"a"}),

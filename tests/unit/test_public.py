@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import re
 import subprocess
@@ -120,3 +121,20 @@ def test_no_path_of_a_machine_in_the_project() -> None:
         ):
             text = path.read_text(encoding="utf-8", errors="ignore")
             assert not re.search(r"(?<![\w.])/(?:work|root|home)/\w", text), path
+
+
+def test_a_warning_has_a_sender_where_a_script_configures_no_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    ours, others = logging.getLogger("accel_scaler"), logging.getLogger("of_a_script")
+    for logger in (ours, others):
+        logger.info("no one asked for this")
+        logger.warning("window %d overflowed", 2)
+    assert capsys.readouterr().err == "accel_scaler: window 2 overflowed\nwindow 2 overflowed\n"
+    for configured in (ours, logging.root):  # by the script: that handler prints, no other
+        handler = logging.StreamHandler(sys.stderr)
+        configured.addHandler(handler)
+        ours.warning("window 3 overflowed")
+        configured.removeHandler(handler)
+        assert capsys.readouterr().err == "window 3 overflowed\n"

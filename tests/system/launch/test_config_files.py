@@ -1,8 +1,7 @@
 """Each shipped config file launches a few steps on the CPU.
 
-fsdp2_fp16 is not here: on a CPU Accelerate leaves FSDP out without a word, so a launch would show
-nothing of the file; ``test_configs.py`` takes it through Accelerate's parsers. Takes about 40 s on
-two quiet cores.
+fsdp2_fp16 is not here: Accelerate has no FSDP on a CPU, and our launch refuses it there;
+``test_configs.py`` takes it through Accelerate's parsers. Takes about 40 s on two quiet cores.
 """
 
 from __future__ import annotations

@@ -26,7 +26,14 @@ from torch.optim import optimizer as optimizer_module
 from ..config import ScalerConfig
 from ..devices import is_capturing, refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError, listed
-from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, unregister
+from ..optimizer_step import (
+    MASTER,
+    Stepper,
+    StepTiming,
+    async_stepper_of,
+    register,
+    unregister,
+)
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
@@ -35,7 +42,6 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .arena import MASTER
 from .delayed import DelayedUpdates, entry_of, without_master
 from .grad_handoff import (
     forbid_sparse,

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
+from ..optimizer_step import MASTER
 from ..scaling import parameters_of
-from .arena import MASTER
 from .async_stepper import AsyncStepper
 from .delayed import without_master
 from .inflight_step import WaitAt

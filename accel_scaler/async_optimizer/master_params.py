@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
-from ..optimizer_step import MASTER, Arena, Placed
+from ..optimizer_step import Arena, Placed
 from ..scaling import LOW_PRECISION, local
 from .shared_memory import place_of
 from .streams import SideStreams
+
+MASTER = "master"
+"""The key of a parameter's float32 master, in its arena and in its saved state."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ thread, no Accelerate and no telemetry: what steps later is a Stepper like any o
 """
 
 from .arena import (
-    MASTER as MASTER,
     Arena as Arena,
     Held as Held,
     Placed as Placed,

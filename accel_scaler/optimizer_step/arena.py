@@ -12,9 +12,6 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 
-MASTER = "master"
-"""The key of a parameter's float32 master, here and in its saved state."""
-
 ALIGNED = 16
 """Elements: each parameter begins at a multiple of 64 bytes."""
 
@@ -69,8 +66,6 @@ class Arena:
         ]
         self.where = [Where.NOWHERE] * len(targets)
         """The state of each one."""
-        if has_masters:
-            self.views(MASTER)
 
     def end(self, slot: int) -> int:
         """Where its elements end."""

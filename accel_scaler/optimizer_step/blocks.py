@@ -241,7 +241,8 @@ class Run:
     def is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
         """Whether gradients can be gathered piece by piece where they have to be; ``whole``: need
         not be gathered."""
-        some = ((grads[i], self._strides[i]) for i in (range(len(grads)) if whole else self._large))
+        large = ((grads[i], self._strides[i]) for i in self._large)
+        some = zip(grads, self._strides, strict=True) if whole else large
         return all(grad is None or grad.stride() == strides for grad, strides in some)
 
     def step(

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel. They
     are DTensors then."""
-    return any(hasattr(p, "placements") for p in parameters)
+    return any(hasattr(kind, "placements") for kind in set(map(type, parameters)))
 
 
 @torch.no_grad()

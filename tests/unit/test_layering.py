@@ -51,9 +51,9 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_236,
-    "optimizer_step": 1_364,
-    "async_optimizer": 5_690,
+    "scaling": 2_235,
+    "optimizer_step": 1_902,
+    "async_optimizer": 5_088,
     "integrations": 1_320,
     "overflow": 2_086,
     "telemetry": 1_322,
@@ -65,9 +65,8 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 16_279
-"""The aim is 16,000: ``async_optimizer/blocks.py`` is to step what ``sync`` steps, too, in place of
-``optimizer_step/fused_adam.py``."""
+MAX_SUM = 16_214
+"""The aim is 16,000."""
 
 
 def place(name: str) -> int:

@@ -239,11 +239,12 @@ class Run:
         return list(map(float, counts))
 
     def is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
-        """Whether gradients can be gathered piece by piece where they have to be; ``whole``: need
-        not be gathered."""
-        large = ((grads[i], self._strides[i]) for i in self._large)
-        some = zip(grads, self._strides, strict=True) if whole else large
-        return all(grad is None or grad.stride() == strides for grad, strides in some)
+        """Whether gradients can be gathered piece by piece where they have to be; ``whole``: they
+        are like their parameters, which are as they were (``.data`` may be assigned)."""
+        places, strides = range(len(grads)) if whole else self._large, self._strides
+        return all((g := grads[i]) is None or g.stride() == strides[i] for i in places) and not (
+            whole and strides != [pair.stepped.stride() for pair in self.pairs]
+        )
 
     def step(
         self,

@@ -143,8 +143,8 @@ class InlineStepper(Stepper):
         fits = all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
         if self._held is None or not self._held.is_current(_held_by(optimizer)) or not fits:
             self._runs = list(_make_runs(optimizer, rule))
-            steps = (entry.get("step") for entry in optimizer.state.values())
-            self._held = Held(_held_by(optimizer), [*parameters_of(optimizer), *steps])
+            steps = [entry.get("step") for entry in optimizer.state.values()]
+            self._held = Held(_held_by(optimizer), steps)
         grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
         runs = list(zip(self._runs, grads, strict=True))
         if not all(run.takes(mine, whole=True) for run, mine in runs):

@@ -167,6 +167,17 @@ def swap_parameter(optimizer: Optimizer) -> None:
     params[0] = new
 
 
+def regroup(optimizer: Optimizer) -> None:
+    """All parameters in the same order, the last one with settings of its own."""
+    group = optimizer.param_groups[0]
+    optimizer.param_groups.append({**group, "params": [group["params"].pop()], "lr": 0.5})
+
+
+def assign_step(optimizer: Optimizer) -> None:
+    step = optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]
+    step.data = step.data + 5
+
+
 def amsgrad_off(optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["amsgrad"] = False
 
@@ -179,7 +190,9 @@ CHANGES = {
     "exp_avg replaced": new_tensor("exp_avg"),
     "max_exp_avg_sq replaced": new_tensor("max_exp_avg_sq"),
     "step replaced": new_tensor("step"),
+    "data of step assigned": assign_step,
     "add_param_group": add_group,
+    "parameter in another group": regroup,
     "parameter swapped": swap_parameter,
     "parameters reordered": reorder,
     "amsgrad off": amsgrad_off,

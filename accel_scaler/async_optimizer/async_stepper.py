@@ -27,7 +27,7 @@ from torch.optim import optimizer as optimizer_module
 from ..config import ScalerConfig
 from ..devices import is_capturing, refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError, listed
-from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, unregister
+from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, rule_of, unregister
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
@@ -36,8 +36,6 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .arena import MASTER
-from .blocks import rule_of
 from .delayed import DelayedUpdates, entry_of, without_master
 from .grad_handoff import (
     forbid_sparse,
@@ -52,7 +50,7 @@ from .grad_handoff import (
     unscale_in_place,
 )
 from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_wait
-from .master_params import MasterRule
+from .master_params import MASTER, MasterRule
 from .pending_parameter import (
     GradientHold,
     hold_gradients,

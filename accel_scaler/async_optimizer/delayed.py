@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
-from .arena import MASTER
+from .master_params import MASTER
 from .preview import make_previews
 from .replica import Replica
 from .worker import Task, Worker

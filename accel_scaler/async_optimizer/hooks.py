@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
-from .arena import MASTER
 from .async_stepper import AsyncStepper
 from .delayed import without_master
 from .inflight_step import WaitAt
-from .master_params import ParameterPair
+from .master_params import MASTER, ParameterPair
 from .pending_parameter import outside_transforms
 from .replica import is_empty
 from .shared_memory import are_tied

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arena import flat, is_dense
+from ..optimizer_step import flat, is_dense
 from .master_params import ParameterPair
 
 RUN, STRIDE = 16, 2048

@@ -16,8 +16,7 @@ T = TypeVar("T")
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel. They
     are DTensors then."""
-    one_of_each_type = {type(p): p for p in parameters}  # to ask thousands would show
-    return any(hasattr(p, "placements") for p in one_of_each_type.values())
+    return any(hasattr(kind, "placements") for kind in set(map(type, parameters)))
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
 
 
 def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
-    if all(grad.dtype is torch.float32 for grad in grads):
+    if set(map(_dtype_of, grads)) == {torch.float32}:
         return torch._foreach_norm(grads)
     return torch._foreach_norm(grads, 2, dtype=torch.float32)
 

@@ -43,9 +43,9 @@ class Snapshot:
 
     def renew(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of these as they are now; what is known of others stays."""
-        self._entries.update(
-            (id(p), (p, g := p.grad, 0 if g is None else g._version)) for p in parameters
-        )
+        self._entries |= {
+            id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters
+        }
 
     @property
     def is_zero(self) -> bool:
@@ -58,7 +58,7 @@ class Snapshot:
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
         return any(
-            p.grad is not None and (p.grad is not grad or p.grad._version != version)
+            (now := p.grad) is not None and (now is not grad or now._version != version)
             for p, grad, version in map(known.__getitem__, keys)
         )
 

@@ -47,8 +47,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
 from accel_scaler import OrderError, StepError
-from accel_scaler.async_optimizer import blocks as blocks_module
 from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.optimizer_step import blocks as blocks_module
 from accel_scaler.optimizer_step import spikes
 
 WHICH = range(8)

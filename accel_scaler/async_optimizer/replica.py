@@ -185,7 +185,8 @@ class Replica:
         )
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """Where each is, its shape, and if it may need a master, whether it is trained."""
+        """The groups' sizes; where each is, its shape, and if it may need a master, whether it is
+        trained."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params
         dtypes = list(map(_dtype_of, held))
@@ -194,6 +195,7 @@ class Replica:
         may_need_masters = self.masters.every or not low.isdisjoint(dtypes)
         frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
+            [len(group["params"]) for group in self.optimizer.param_groups],
             list(map(Tensor.data_ptr, held)),
             list(map(Tensor.size, held)),
             list(map(Tensor.stride, held)),

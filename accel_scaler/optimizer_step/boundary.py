@@ -33,7 +33,7 @@ from ..scaling import (
     stepped,
 )
 from .clipping import Clipping
-from .observer import Observer
+from .observer import Observer, Rerun
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
 from .stepper import Stepper, async_stepper_of, stepper_of
@@ -62,6 +62,7 @@ class Boundary:
         device: where ranks communicate, and the norm of an overflow is.
         observers: receive each event in this order; one that finds out where an overflow began
             comes before one that reads it from the window.
+        rerun: makes gradients again that have overflowed.
         skip_nonfinite: check gradients that are not scaled, too; those of a scaled loss always are.
         skip_norm_above: see :class:`SpikeRule`.
     """
@@ -71,12 +72,14 @@ class Boundary:
         scaler: GradScaler,
         device: torch.device,
         *observers: Observer | None,
+        rerun: Rerun | None = None,
         skip_nonfinite: bool = True,
         skip_norm_above: float | str | None = None,
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
         self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
+        self.check.rerun = rerun
         self.spikes = SpikeRule(skip_norm_above)
         self.check.wants_norm = skip_norm_above is not None
         self.clipping = Clipping(self.check)
@@ -118,9 +121,18 @@ class Boundary:
         for observer in self.observers:
             observer.before_backward(loss)
 
+    def after_backward(self) -> None:
+        """Call after each backward."""
+        for observer in self.observers:
+            observer.after_backward()
+
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Check and unscale each optimizer that has gradients, once a window. Returns whether any
         of them overflowed. Synchronises with the device."""
+        optimizers = list(optimizers)
+        return self.check.until_finite(lambda: self._unscale(optimizers))
+
+    def _unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         found = False
         for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
             record = self.check.check(optimizer)
@@ -167,7 +179,7 @@ class Boundary:
             self._step_without_window(optimizer)
             return True
         self._idle[optimizer] = None
-        record = self.check.check(optimizer)
+        record = self.check.until_finite(lambda: self.check.check(optimizer))
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):

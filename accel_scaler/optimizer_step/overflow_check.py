@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from math import isinf
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,8 +39,10 @@ from ..scaling import (
     total_norm,
     whole,
 )
-from .observer import Observer
+from .observer import Observer, Rerun
 from .stepper import Stepper, stepper_of
+
+T = TypeVar("T")
 
 
 class OverflowCheck:
@@ -65,7 +68,19 @@ class OverflowCheck:
         skip_nonfinite: bool,
     ) -> None:
         self.scaler, self.device, self.observers = scaler, device, observers
+        self.rerun: Rerun | None = None
         self.checks = skip_nonfinite or scaler.is_enabled()
+
+    def until_finite(self, take: Callable[[], T]) -> T:
+        """What ``take``, a clip or a check, returns: of these gradients, or of those that are made
+        again as long as they overflow."""
+        if self.rerun is None:
+            return take()
+        self.rerun.before_check()
+        result = take()
+        while self.rerun.make_again():
+            result = take()
+        return result
 
     @property
     def wants_each_norm(self) -> bool:

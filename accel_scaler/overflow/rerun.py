@@ -1,32 +1,34 @@
 """Running a window again, after it has overflowed.
 
 ``WindowRecording`` keeps references during the window: what each forward was given, the random
-state, autocast, and the gradients that came to the model's outputs, so that it does not matter what
-the loss was made of. Nothing is copied and nothing is read from the device.
+state, autocast, and the gradients that came to the outputs, so that it does not matter what the
+loss was made of. Nothing is read from the device; only buffers that forwards write to are copied.
 
 ``run_again`` runs the window under an ``OverflowFinder`` and puts back parameters, their gradients,
-buffers and random state, no more.
+buffers and random state, no more. ``make_again`` runs it for its gradients, at another scale.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
-from ..scaling import Origin
+from ..scaling import Origin, local
 from .finder import OverflowFinder
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
@@ -58,20 +60,28 @@ def random_state(device: torch.device) -> Callable[[], None]:
     return restore
 
 
+Source: TypeAlias = "tuple[ForwardCall, int]"
+"""A forward, and the number of a tensor of its output."""
+
+
 class _Kept(NamedTuple):
     """A tensor that a forward was given, detached; or what came to a tensor of its output."""
 
     tensor: Tensor
     version: int
     requires_grad: bool = False
+    source: Source | None = None
+    """It was given what this forward had returned."""
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """One training forward of a watched model."""
+    """One training forward of a watched model, or one ``compute_loss`` of a Trainer."""
 
-    model: weakref.ref[Module]
-    """Without wrappers."""
+    run: weakref.ref[Any]
+    """What was called; a model without wrappers other than DDP's."""
+    syncs: bool
+    """DDP and FSDP2 reduce gradients in its backward."""
     device: torch.device
     backward: int
     """The number of the backward that reaches it."""
@@ -82,18 +92,38 @@ class ForwardCall:
     autocast: list[torch.autocast]
     grads: dict[int, _Kept] = field(default_factory=dict)
     """By the number of the tensor of the output."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """The single numbers among these tensors."""
+
+
+class _Buffer(NamedTuple):
+    """A buffer, as it was before the window."""
+
+    place: dict[str, Any]
+    """The ``_buffers`` of its module."""
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+    """None: it is not written to, as far as is known."""
+
+    @property
+    def is_written(self) -> bool:
+        """Since then. torch counts no version where a batch norm writes to its statistics."""
+        if self.name in ("running_mean", "running_var"):
+            return True
+        return self.place.get(self.name) is not self.tensor or _version(self.tensor) != self.version
 
 
 class WindowRecording(ForwardListener):
-    """Keeps what the forwards of the present window were given, and where ``statistics`` says so
-    the running statistics of batch norms: a forward that overflows leaves inf or NaN in them, which
-    no later window takes out again.
+    """Keeps what the forwards of the present window were given; for ``makes_again`` also what it
+    takes to make its gradients again: buffers as they were, and how gradients were left.
 
     Leaves out forwards without gradients, those inside another watched model's forward or inside a
     transform of ``torch.func``, and those of which a graph is captured.
     """
 
-    def __init__(self, statistics: bool = False) -> None:
+    def __init__(self, makes_again: bool = False) -> None:
         super().__init__()
         self.calls: list[ForwardCall] = []
         """Of the present window, after those of earlier ones whose backward came in it."""
@@ -101,9 +131,25 @@ class WindowRecording(ForwardListener):
         self.losses: list[Tensor] = []
         self.left_out = ""
         """Why a forward was not recorded."""
-        self._keeps_statistics = statistics
-        self._statistics: list[tuple[Tensor, Tensor]] = []
-        """Each, and its copy from before the window."""
+        self.makes_again = makes_again
+        self.synced: list[bool] = []
+        """For each backward, whether gradients came out of it: FSDP2 may keep them to itself."""
+        self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
+        """Without wrappers, in the order in which they were prepared."""
+        self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.changed = ""
+        """Why gradients that are made again would be others."""
+        self._grads: dict[int, tuple[Tensor | None, int]] = {}
+        """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
+        them."""
+        self.held: dict[int, Tensor] = {}
+        """By the ``id`` of a parameter: the norm of the gradient that it had before the window."""
+        self._outputs: dict[tuple[Any, int], Source] = {}
+        """By node and number in the graph."""
+        self._roots: list[Any] = []
+        self._buffers: list[_Buffer] = []
+        self._written: set[tuple[int, str]] | None = None
+        """Buffers that some window has written to; None: not known yet."""
         self._is_over = True
         self._bytes = 0
 
@@ -112,16 +158,21 @@ class WindowRecording(ForwardListener):
 
         Args:
             prepared: what the training loop calls.
-            inner: the model in it. It is what is run again, since the wrappers of distributed
-                training communicate.
+            inner: the model in it.
         """
         plain = unwrap(inner)
-        hooked = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
+        is_compiled = isinstance(prepared, torch._dynamo.OptimizedModule)
+        hooked = prepared if is_compiled else plain
         # With autocast in the compiler's wrapper alone it would run without autocast.
         is_outside = "_original_forward" in vars(plain) and "forward" not in vars(plain)
         is_scripted = isinstance(plain, torch.jit.ScriptModule)
         if hooked not in self._modules and not is_outside and not is_scripted:
-            self._listen(hooked, weakref.ref(plain), prepend=True)
+            run: Any = prepared._orig_mod if is_compiled else prepared
+            if isinstance(run, DistributedDataParallel):
+                self.parallel.add(run)
+            self.models.setdefault(plain)
+            is_wrapped = isinstance(run, DistributedDataParallel)
+            self._listen(hooked, weakref.ref(run if is_wrapped else plain), prepend=True)
 
     def before_backward(self, loss: Tensor) -> None:
         if self._is_over:
@@ -131,42 +182,171 @@ class WindowRecording(ForwardListener):
         self._count(_bytes(loss))
         if not self.left_out:
             self.losses.append(loss.detach())
+            if self._outputs:
+                self._roots.append(loss.grad_fn)
+
+    def look_at(self, parameters: Sequence[Tensor]) -> None:
+        """Call before each backward. What changes gradients between two of them, or before the
+        check, would be lost where they are made again. Does not synchronise."""
+        if self.backwards <= 1:
+            self.held = _norms(parameters)
+        elif all(p.grad is None for p in parameters) and self.synced[-1:] == [True]:
+            # They were dropped, with all that came before.
+            self.calls = [call for call in self.calls if call.backward >= self.backwards - 1]
+            self.held = {}
+        else:
+            self.look_before_check(parameters)
+        self.note(parameters)
+
+    def look_after(self, parameters: Sequence[Tensor]) -> None:
+        """Call after each backward."""
+        self.synced.append(self._are_changed(parameters))
+        self.note(parameters)
+
+    def look_before_check(self, parameters: Sequence[Tensor]) -> None:
+        """Call before gradients are unscaled or clipped."""
+        if self._are_changed(parameters):
+            self.changed = "its gradients were changed after the backward"
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """These gradients are those of the window."""
+        grads = [(id(p), p.grad) for p in parameters]
+        self._grads |= {key: (g, 0 if g is None else g._version) for key, g in grads}
+
+    def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
+        known = self._grads
+        return any(
+            p.grad is not grad or (grad is not None and grad._version != version)
+            for p in parameters
+            if id(p) in known
+            for grad, version in (known[id(p)],)
+        )
 
     def new_window(self) -> None:
         self._drop()
         self.backwards = self._bytes = 0
-        self.left_out = ""
+        self.left_out = self.changed = ""
         self._is_over = False
-        if self._keeps_statistics:
-            buffers = [pair for model in self._modules for pair in model.named_buffers()]
-            kept = [b for name, b in buffers if name.endswith(("running_mean", "running_var"))]
-            self._statistics = [(buffer, buffer.clone()) for buffer in kept]
+        if self.makes_again:
+            self._keep_buffers()
+
+    def _keep_buffers(self) -> None:
+        """Copy those that forwards write to: all of them the first time."""
+        known = {(id(b.place), b.name) for b in self._buffers if b.is_written}
+        if self._buffers or self._written is not None:
+            self._written = known | (self._written or set())
+        modules = [module for model in self.models for module in model.modules()]
+        self._buffers = [
+            _Buffer(place, name, b, _version(b), b.detach().clone() if is_kept else None)
+            for place in (module._buffers for module in modules)
+            for name, b in place.items()
+            if b is not None
+            for is_kept in (self._written is None or (id(place), name) in self._written,)
+        ]
+        self._count(sum(_bytes(b.copy) for b in self._buffers if b.copy is not None))
+
+    def end_window(self) -> None:
+        super().end_window()
+        self._grads = {}  # let the gradients go
+
+    @property
+    def used(self) -> list[ForwardCall]:
+        """The forwards that a backward has reached."""
+        return [call for call in self.calls if call.grads]
 
     def obstacle(self) -> str:
         """Why the window cannot be run again; "" if it can. Does not synchronise."""
         if self.left_out:
             return f"a forward was not recorded: {self.left_out}"
-        if not self.calls:
+        if not self.used:
             return "no forward of a prepared model, with gradients, was seen in it"
-        for call in self.calls:
-            if call.model() is None:
+        for call in self.used:
+            if call.run() is None:
                 return "a model that ran in it is gone"
             kept = (*call.inputs, *call.grads.values())
             if any(each.version != _version(each.tensor) for each in kept):
                 return "an input, or the gradient of an output, was changed in place since"
         return ""
 
+    def obstacle_for(self, parameters: Sequence[Tensor]) -> str:
+        """Why the gradients of ``parameters`` cannot be made again, where it can be run again.
+        Synchronises."""
+        if self.changed:
+            return self.changed
+        if len(self.synced) != self.backwards:
+            return "a backward in it was not accelerator.backward()"
+        if any(b.is_written and b.copy is None for b in self._buffers):
+            return "a buffer was written to for the first time"
+        if self.dirty.intersection(map(id, parameters)):
+            return "its gradients were added to those of an earlier window"
+        return ""
+
+    @property
+    def dirty(self) -> set[int]:
+        """The ``id`` of parameters that had a gradient, other than zero, before the window."""
+        return {key for key, norm in self.held.items() if float(norm) != 0.0}
+
+    def passing(self, changes_model: bool = False) -> set[Source] | None:
+        """Outputs whose gradients another recorded forward makes again, for they all came through
+        that one. None: some gradient that came to another output cannot be used. Synchronises.
+
+        Args:
+            changes_model: only what came to a loss is of use, as outputs will be others.
+        """
+        inner = {each.source for call in self.used for each in call.inputs if each.source}
+        found: set[Source] = set()
+        for call in self.used:
+            for number, grad in call.grads.items():
+                is_finite = bool(local(grad.tensor).isfinite().all())
+                if is_finite and not changes_model:
+                    continue
+                if (call, number) in inner.difference(self._used_outside() if inner else ()):
+                    found.add((call, number))
+                elif number not in call.losses or not is_finite:
+                    return None
+        return found
+
+    def _used_outside(self) -> set[Source]:
+        """Outputs that code outside of recorded forwards has made a loss of."""
+        found: set[Source] = set()
+        seen, left = set(), [(node, 0) for node in self._roots]
+        while left:
+            node, place = left.pop()
+            if (node, place) in self._outputs:
+                found.add(self._outputs[node, place])
+            elif node is not None and node not in seen:
+                seen.add(node)
+                left += node.next_functions
+        return found
+
     @torch.no_grad()
     def restore_statistics(self) -> None:
-        """Put back running statistics that are not finite any more. Synchronises."""
-        for value, copy in self._statistics:
-            if not value.isfinite().all():
-                value.copy_(copy)
+        """Put back buffers, as running statistics, that are not finite any more: no later window
+        takes inf or NaN out of them again. Synchronises."""
+        for each in self._buffers:
+            if each.copy is not None and not bool(each.tensor.isfinite().all()):
+                each.tensor.copy_(each.copy)
+
+    @contextmanager
+    def buffers_as_before(self, keeps: bool) -> Iterator[None]:
+        """Buffers are as before the window; afterwards as they are now, unless ``keeps``."""
+        kept = [(each, each.copy) for each in self._buffers if each.copy is not None]
+        now = [(each.place[each.name], each.place[each.name].clone()) for each, _ in kept]
+        for each, copy in kept:
+            each.place[each.name] = each.tensor
+            each.tensor.data.copy_(copy)  # version counters stay
+        try:
+            yield
+        finally:
+            for (each, _), (tensor, copy) in zip(kept, now, strict=True):
+                if not keeps:
+                    each.place[each.name] = tensor
+                    tensor.data.copy_(copy)
 
     # Called by hooks.
 
     def enter(
-        self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
+        self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
         if is_replaying() or is_transformed():
             return
@@ -177,9 +357,9 @@ class WindowRecording(ForwardListener):
             return
         if self._is_over:
             self.new_window()
-        stack.append(self._call(model, module, args, kwargs))
+        stack.append(self._call(run, module, args, kwargs))
 
-    def leave(self, model: weakref.ref[Module], module: Module, args: Any, output: Any) -> None:
+    def leave(self, run: weakref.ref[Any], module: Module, args: Any, output: Any) -> None:
         """A model's forward ends; by an exception if ``output`` is None."""
         if is_replaying() or is_transformed():
             return
@@ -192,6 +372,10 @@ class WindowRecording(ForwardListener):
                 # The graph keeps the call, so that a backward in a later window finds it.
                 hook: Any = Hook(self, "add_gradient", call, number)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if tensor.numel() == 1:
+                    call.losses[number] = tensor.detach()
+                if self.makes_again and len(self.models) > 1:
+                    self._outputs[tensor.grad_fn, tensor.output_nr] = call, number
         self._add(call, len(self.calls))
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
@@ -199,6 +383,7 @@ class WindowRecording(ForwardListener):
             return
         if call not in self.calls:  # of an earlier window, as a generator's
             self._add(call, 0)
+            self.changed = "a backward went through a forward of an earlier window"
         self._count(_bytes(grad))
         backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
@@ -210,13 +395,15 @@ class WindowRecording(ForwardListener):
             call.grads[number] = _Kept(grad, _version(grad))
 
     def _call(
-        self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
+        self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall | None:
         inputs: list[_Kept] = []
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad))
+            node = tensor.grad_fn if self._outputs else None
+            source = None if node is None else self._outputs.get((node, tensor.output_nr))
+            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source))
             return plain
 
         try:
@@ -230,8 +417,13 @@ class WindowRecording(ForwardListener):
             torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
         ]
-        state = random_state(device)
-        return ForwardCall(model, device, self.backwards, args, kwargs, inputs, state, autocast)
+        state, syncs = (
+            random_state(device),
+            all(m.require_backward_grad_sync for m in self.parallel),
+        )
+        return ForwardCall(
+            run, syncs, device, self.backwards, args, kwargs, inputs, state, autocast
+        )
 
     def _add(self, call: ForwardCall, place: int) -> None:
         self._count(sum(_bytes(each.tensor) for each in call.inputs) + BYTES_OF_RANDOM_STATE)
@@ -248,7 +440,8 @@ class WindowRecording(ForwardListener):
     def _drop(self) -> None:
         for call in self.calls:
             call.grads.clear()  # a graph may keep the call
-        self.calls, self.losses = [], []
+        self.calls, self.losses, self.synced, self._roots = [], [], [], []
+        self._outputs, self._grads, self.held = {}, {}, {}
 
 
 def run_again(
@@ -258,7 +451,7 @@ def run_again(
 ) -> Origin | None:
     """Run the window again. Returns where it overflows; None where all is finite.
 
-    Synchronises with each device once.
+    Synchronises with each device once. Ranks do not communicate, but for FSDP2's.
 
     Args:
         recording: one without an ``obstacle()``.
@@ -269,56 +462,130 @@ def run_again(
     Raises:
         Whatever the model raises; all is put back then, too.
     """
-    calls = recording.calls
-    models = list(dict.fromkeys(model for call in calls if (model := call.model()) is not None))
-    with (
-        torch.inference_mode(False),
-        as_replay(),
-        _restored(models, calls[0].device),
-        torch.compiler.set_stance("force_eager"),
-        closing(OverflowFinder()) as finder,
-    ):
+    models = list(recording.models)
+    with _restored(models, recording.used[0].device), closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
-        for number in range(max(recording.backwards, 1)):
-            seeded: list[tuple[Tensor, Tensor]] = []
-            for call in calls:
-                if call.backward == number:
-                    outputs = _forward(call)
-                    seeded += [(outputs[n], grad.tensor) for n, grad in call.grads.items()]
+        for number, forwards in enumerate(_micro_batches(recording)):
+            with _reducing(recording.parallel, False, alone=True):
+                seeded = forwards()
             if factor is None:
                 losses = recording.losses[number : number + 1]
             else:  # the window's own loss may be inf
                 losses = [output for output, _ in seeded if output.numel() == 1]
+                seeded = [(r, torch.where(g.isfinite(), g * factor, 0.0)) for r, g in seeded]
             finder.before_backward(losses)
             with around_backward():
-                _backward(seeded, factor)
+                _backward(seeded)
         return finder.find()
 
 
-def _forward(call: ForwardCall) -> list[Tensor]:
-    model = call.model()
-    assert model is not None
+def make_again(
+    recording: WindowRecording,
+    parameters: Sequence[Tensor],
+    passing: set[Source],
+    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    factor: float = 1.0,
+    changes_model: bool = False,
+) -> str:
+    """Make the gradients of ``parameters`` again, through the wrapped models and with the
+    collectives of ordinary backwards. Returns why these are not those of the window; "": they are.
+
+    Synchronises.
+
+    Args:
+        recording: one without an obstacle.
+        passing: outputs to whose gradients nothing is added; see :meth:`WindowRecording.passing`.
+        factor: what the gradients of the other outputs are multiplied by: another scale.
+        changes_model: the outputs may be others than those of the window.
+
+    Raises:
+        Whatever the model raises; the gradients are dropped then.
+    """
+    models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
+    sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
+    held = recording.held
+    with (
+        _restored(models, recording.used[0].device, {id(p) for p in parameters}) as writes,
+        recording.buffers_as_before(keeps=changes_model),
+    ):
+        try:
+            for p in parameters:
+                if id(p) in held and p.grad is not None:
+                    p.grad.zero_()
+                else:
+                    p.grad = None
+            for number, forwards in enumerate(_micro_batches(recording, passing, pairs)):
+                seeded = [(root, seed * factor) for root, seed in forwards()]
+                for model in sharded:
+                    model.set_requires_gradient_sync(recording.synced[number], recurse=False)
+                with around_backward():
+                    _backward(seeded)
+        except BaseException:
+            for p in parameters:
+                p.grad = None
+            raise
+        recording.note(parameters)
+    if writes.has_copied:
+        return "its forward writes to its parameters"
+    are_same = changes_model or all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
+    return "" if are_same else "its forward gave another loss: it has state of its own"
+
+
+def _micro_batches(
+    recording: WindowRecording,
+    passing: Collection[Source] = (),
+    pairs: list[tuple[Tensor, Tensor]] | None = None,
+) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
+    """For each backward of the window what runs its forwards, and returns their outputs and what
+    came to these. Losses, and what they were, are added to ``pairs``."""
+    for number in range(max(recording.backwards, 1)):
+
+        def forwards(number: int = number) -> list[tuple[Tensor, Tensor]]:
+            seeded, made = [], dict[Source, Tensor]()
+            for call in recording.used:
+                if call.backward != number:
+                    continue
+                with (
+                    _reducing(recording.parallel, call.syncs)
+                    if pairs is not None
+                    else nullcontext()
+                ):
+                    outputs = _forward(call, made)
+                for n, grad in call.grads.items():
+                    if (call, n) in passing:
+                        made[call, n] = outputs[n]
+                    else:
+                        seeded.append((outputs[n], grad.tensor))
+                    if pairs is not None and n in call.losses:
+                        pairs.append((outputs[n].detach(), call.losses[n]))
+            return seeded
+
+        yield forwards
+
+
+def _forward(call: ForwardCall, made: Mapping[Source, Tensor]) -> list[Tensor]:
+    """``made``: outputs that are given to the next forward with their graph."""
+    run = call.run()
+    assert run is not None
     # The script may have made an input require gradients since, for a gradient penalty.
-    fresh = {
-        id(each.tensor): each.tensor.detach().requires_grad_(each.requires_grad)
-        for each in call.inputs
-    }
+    fresh: dict[int, Tensor] = {}
+    for each in call.inputs:
+        plain = each.tensor.detach().requires_grad_(each.requires_grad)
+        fresh[id(each.tensor)] = made.get(each.source, plain) if each.source else plain
     args, kwargs = map_tensors((call.args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
     with torch.enable_grad(), ExitStack() as stack:
         for context in call.autocast:
             stack.enter_context(context)
-        return tensors_in(model(*args, **kwargs))
+        return tensors_in(run(*args, **kwargs))
 
 
-def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None:
+def _backward(seeded: list[tuple[Tensor, Tensor]]) -> None:
     roots, seeds, handles = [], [], []
     for root, seed in seeded:
         if not root.requires_grad:
             continue
-        if factor is not None:
-            seed = torch.where(seed.isfinite(), seed * factor, 0.0)
 
         def replace(_: Tensor, seed: Tensor = seed) -> Tensor:
             """``seed``: all that came to this output, also by way of another output."""
@@ -336,30 +603,60 @@ def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None
 
 
 @contextmanager
-def _restored(models: Iterable[Module], device: torch.device) -> Iterator[None]:
+def _reducing(
+    models: Iterable[DistributedDataParallel], syncs: bool, alone: bool = False
+) -> Iterator[None]:
+    """DDP's forwards in the block lead to a backward that reduces gradients, or to none that does;
+    ``alone``: nor do they take buffers from the first rank."""
+    before = [(m, m.require_backward_grad_sync, m.require_forward_param_sync) for m in models]
+    for model, _, takes in before:
+        model.require_backward_grad_sync = syncs
+        model.require_forward_param_sync = takes and not alone
+    try:
+        yield
+    finally:
+        for model, synced, takes in before:
+            model.require_backward_grad_sync = synced
+            if alone:
+                model.require_forward_param_sync = takes
+
+
+@contextmanager
+def _restored(
+    models: Iterable[Module], device: torch.device, remade: Collection[int] | None = None
+) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
-    afterwards as they were.
+    afterwards as they were; but for the gradients of ``remade`` (the ``id`` of parameters), which
+    stay, and buffers beside these.
 
     Note [Other parameter objects]
-    The block runs on other Parameter objects with the same memory. Their gradients are dropped as
-    soon as hooks have seen them, and hooks on the model's own parameters, as DDP's reducer, do not
-    run. A copy of a parameter is made only when something is about to write to it. FSDP2 gathers
-    from its own parameters, so there the gradients are put aside instead.
+    To look on, the block runs on other Parameter objects with the same memory. Their gradients are
+    dropped as soon as hooks have seen them, and hooks on the model's own parameters, as DDP's
+    reducer, do not run. A copy of a parameter is made only when something is about to write to it.
+    FSDP2 gathers from its own parameters, so there the gradients are put aside instead. What is to
+    be kept is made on the model's own, with every hook.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device)
     places: list[dict[str, Any]] = [m._parameters for m in modules]
-    places += [m._buffers for m in modules]
+    places += [m._buffers for m in modules] if remade is None else []
     before = [dict(place) for place in places]
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    grads = [(p, p.grad) for p in parameters.values() if p.requires_grad]
+    aside = [p for p in parameters.values() if p.requires_grad and id(p) not in (remade or ())]
+    grads = [(p, p.grad) for p in aside]
     writes = _CopyOnWrite(parameters.values())
     try:
         for p, _ in grads:
             p.grad = None
-        _replace(places, is_sharded=any(map(is_fsdp2, modules)))
-        with writes:
-            yield
+        if remade is None:
+            _replace(places, is_sharded=any(map(is_fsdp2, modules)))
+        with (
+            torch.inference_mode(False),
+            as_replay(),
+            torch.compiler.set_stance("force_eager"),
+            writes,
+        ):
+            yield writes
     finally:
         for place, own in zip(places, before, strict=True):
             place.clear()
@@ -387,6 +684,10 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage = tensor.untyped_storage()
                     self._copies[address] = storage, storage.clone()
         return func(*args, **kwargs)
+
+    @property
+    def has_copied(self) -> bool:
+        return bool(self._copies)
 
     def restore(self) -> None:
         """Write the copies back; version counters stay."""
@@ -427,6 +728,16 @@ def _alias(p: Tensor) -> Parameter:
 
 def _drop_gradient(p: Tensor) -> None:
     p.grad = None
+
+
+def _norms(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By the ``id`` of each parameter that has a gradient, some norm of that one. Does not
+    synchronise."""
+    held = {id(p): local(p.grad) for p in parameters if p.grad is not None}
+    dense = {key: grad for key, grad in held.items() if not grad.is_sparse}
+    norms = torch._foreach_norm([*dense.values()], math.inf) if dense else ()
+    sparse = {key: torch.tensor(1.0) for key in held.keys() - dense.keys()}
+    return dict(zip(dense, norms, strict=True)) | sparse
 
 
 def _bytes(tensor: Tensor) -> int:

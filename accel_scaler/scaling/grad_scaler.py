@@ -680,8 +680,9 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
             if why:
                 self._mark_carried_over(optimizer, why)
-            else:
+            elif any(p.grad is not None for p in parameters_of(optimizer)):
                 scaled.append(optimizer)
+                self.window.record(optimizer).is_carried = True
         if not scaled:
             return
         before = now = self.read_state().scale

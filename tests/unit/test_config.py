@@ -65,6 +65,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("auto", "replay", "always", "off"),
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
     ),
+    "on_overflow": (("skip", "retry"), (True, False, 1, "", "RETRY", None)),
     "heal": ((True, False), NO_SWITCH),
     "fp32_modules": (
         ((), ("*.wo",), ("h.[0-3].mlp", "a?")),

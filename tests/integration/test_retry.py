@@ -1,0 +1,162 @@
+"""``on_overflow="retry"``: a run equals, bit for bit, the one whose scale was low enough."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from async_support import assert_same
+from telemetry_runs import attached, sgd
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiplicativeLR
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "folded": {"fold_unscale": True},
+    "overlap": {"step_mode": "overlap"},
+    "delayed": {"step_mode": "delayed"},
+    "warmed up": {"step_mode": "delayed", "delay_warmup_steps": 2, "delay_compensation": "none"},
+    "sync, state on the host": {"offload": "cpu"},
+    "overlap, state on the host": {"step_mode": "overlap", "offload": "cpu"},
+    "delayed, state on the host": {"step_mode": "delayed", "offload": "cpu"},
+}
+
+
+class Block(nn.Module):
+    """Dropout, running statistics, and a buffer that the forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.25)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop(self.inner(x)).float()) - 0.1 * self.mean
+        self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
+        return x
+
+
+class Net(nn.Module):
+    """Its loss is the model's own, or is made of its output."""
+
+    def __init__(self, half: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second, self.last = Block(), Block(), nn.Linear(8, 1)
+        if half:
+            self.half()
+            self.first.norm.float()
+            self.second.norm.float()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = self.first(x.to(self.last.weight.dtype)).to(self.last.weight.dtype)
+        x = checkpoint(self.second, x, use_reentrant=False).to(self.last.weight.dtype)
+        out = self.last(x).float()
+        return out if y is None else {"loss": (out - y).square().mean() * 8, "out": out}
+
+
+def rows(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def by_model(accelerator: Any, model: Any, number: int) -> list[float]:
+    x, y = rows(number)
+    loss = model(x, y)["loss"]
+    accelerator.backward(loss)
+    return [loss.item()]
+
+
+def by_script(accelerator: Any, model: Any, number: int) -> list[float]:
+    (x, y), (z, _) = rows(number), rows(number + 100)
+    first, second = model(x), model(z)
+    loss = ((first - y) * 4).square().mean() + (first * second).mean()
+    accelerator.backward(loss)
+    return [loss.item()]
+
+
+def twice(accelerator: Any, model: Any, number: int) -> list[float]:
+    """Two losses a window."""
+    return by_model(accelerator, model, number) + by_script(accelerator, model, number + 50)
+
+
+Backwards = Callable[[Any, Any, int], list[float]]
+
+
+def train(
+    scale: float,
+    backwards: Backwards = by_model,
+    windows: int = 6,
+    accumulation: int = 1,
+    half: bool = False,
+    clip: float | None = 0.5,
+    to_none: bool = True,
+    make: Any = None,
+    **settings: Any,
+) -> tuple[Any, list[Any]]:
+    """All there is afterwards, and the records."""
+    torch.manual_seed(5)
+    net = Net(half) if make is None else make()
+    given: dict[str, Any] = {"init_scale": scale, "growth_interval": 1000} | settings
+    with attached(None, accumulation=accumulation, **given) as accelerator:
+        model, optimizer = accelerator.prepare(net, sgd(net.parameters(), momentum=0.9))
+        schedule = accelerator.prepare(MultiplicativeLR(optimizer, lambda _: 0.9))
+        losses, norms = [], []
+        for number in range(windows * accumulation):
+            with accelerator.accumulate(model):
+                losses += backwards(accelerator, model, number)
+                if accelerator.sync_gradients and clip is not None:
+                    norms.append(float(accelerator.clip_grad_norm_(net.parameters(), clip)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad(set_to_none=to_none)
+                assert not optimizer.step_was_skipped
+        optimizer.synchronize()
+        records = list(accelerator.scaler_history.records)
+        return {
+            "weights": copy.deepcopy(net.state_dict()),
+            "state": copy.deepcopy(optimizer.state_dict()["state"]),
+            "losses": losses,
+            "norms": norms,
+            "lr": schedule.get_last_lr(),
+            "random": torch.get_rng_state(),
+        }, records
+
+
+def assert_no_window_is_lost(scales: Sequence[float] = (2.0**16, 2.0**24), **given: Any) -> None:
+    """Beside the run with the lowest scale that it has come to, so that no number is subnormal."""
+    for scale in scales:
+        high, records = train(scale, on_overflow="retry", **given)
+        assert not any(r.skipped or r.overflowed for r in records)
+        assert records[-1].scale < scale
+        low, records = train(records[-1].scale, **given)
+        assert not any(r.skipped for r in records)
+        assert_same(high, low)
+
+
+@pytest.mark.parametrize("backwards", [by_model, by_script, twice])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_equals_the_one_whose_scale_was_low_enough(
+    mode: str, accumulation: int, backwards: Backwards
+) -> None:
+    assert_no_window_is_lost(backwards=backwards, accumulation=accumulation, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "folded"])
+def test_float16_weights(mode: str) -> None:
+    assert_no_window_is_lost(half=True, accumulation=2, **MODES[mode])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_without_a_clip_and_with_gradients_that_are_zeroed(
+    clip: float | None, to_none: bool
+) -> None:
+    assert_no_window_is_lost(backwards=twice, windows=2, clip=clip, to_none=to_none)

@@ -179,7 +179,7 @@ class Boundary:
             self._step_without_window(optimizer)
             return True
         self._idle[optimizer] = None
-        record = self.check.until_finite(lambda: self.check.check(optimizer))
+        record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):

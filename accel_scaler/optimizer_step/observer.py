@@ -56,5 +56,5 @@ class Rerun(Protocol):
     def before_check(self) -> None:
         """Gradients are about to be checked, unscaled or clipped."""
 
-    def make_again(self) -> bool:
+    def make_again(self, stepping: Optimizer | None) -> bool:
         """Whether there are others now in place of those that the window's verdict is about."""

@@ -71,14 +71,14 @@ class OverflowCheck:
         self.rerun: Rerun | None = None
         self.checks = skip_nonfinite or scaler.is_enabled()
 
-    def until_finite(self, take: Callable[[], T]) -> T:
+    def until_finite(self, take: Callable[[], T], stepping: Optimizer | None = None) -> T:
         """What ``take``, a clip or a check, returns: of these gradients, or of those that are made
-        again as long as they overflow."""
+        again as long as they overflow. ``stepping``: it is about to."""
         if self.rerun is None:
             return take()
         self.rerun.before_check()
         result = take()
-        while self.rerun.make_again():
+        while self.rerun.make_again(stepping):
             result = take()
         return result
 

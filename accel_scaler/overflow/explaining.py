@@ -21,7 +21,18 @@ from torch.optim import Optimizer
 
 from ..models import unwrap
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import GradScaler, Origin, Window, gather_objects, is_sharded, local, parameters_of
+from ..scaling import (
+    GradScaler,
+    Origin,
+    Window,
+    agree_on_overflow,
+    find_nonfinite,
+    gather_objects,
+    gradients_of,
+    is_sharded,
+    local,
+    parameters_of,
+)
 from .finder import OverflowFinder
 from .heal import Healer
 from .hooks import ForwardListener
@@ -96,6 +107,10 @@ class OverflowExplainer(Observer):
         """The window that overflowed last."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
+        self._partners: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
+        self._partners = weakref.WeakKeyDictionary()
+        """Those that stepped in the same window as an optimizer when it last did, itself too."""
+        self._together: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._given_up: Window | None = None
         """The window that is not made again any more."""
         self._logged: set[str] = set()
@@ -147,9 +162,13 @@ class OverflowExplainer(Observer):
             self._find(window)
         if self.recording is not None and self.makes_again:
             self.recording.restore_statistics()
+        state, before, first = self.scaler.read_state(), window.before, window.first_scale
+        if window.found_inf and window.retries and before is not None and first is not None:
+            # No lower scale has helped.
+            state = self.scaler.rule.advance(replace(before, scale=first), True)
         if window.healed:  # the scale did not fall because it was too large
-            state = self.scaler.read_state()
-            self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
+            state = replace(state, scale=max(self._first_scale, state.scale))
+        self.scaler.write_state(state)
 
     def _meet(self, optimizer: Optimizer, window: Window) -> None:
         """Find out whether ranks communicate about this window."""
@@ -163,7 +182,7 @@ class OverflowExplainer(Observer):
         self._explained = window
         self._in_a_row += 1
         if self._in_a_row == 1:
-            self._first_scale = self.scaler.window_scale
+            self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
         answers = self._gather((self._in_a_row, self.finder is not None))
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
@@ -191,14 +210,20 @@ class OverflowExplainer(Observer):
             elif record.stage is OptState.UNSCALED and record.verdict is None:
                 recording.changed = "they were unscaled by GradScaler.unscale_()"
 
-    def make_again(self) -> bool:
+    def make_again(self, stepping: Optimizer | None = None) -> bool:
         """Where gradients of the open window have overflowed: make them again, at a lower scale or
         with modules in float32. Returns whether there are others now, which are to be checked.
 
         Synchronises, and ranks communicate where they have overflowed together.
+
+        Args:
+            stepping: it is about to; then those that usually step with it have to be finite, too,
+                since afterwards it is too late.
         """
         window, managed = self.scaler.window, self.scaler.managed
         bad = [o for o in managed if (record := window.known(o)) is not None and record.verdict]
+        if stepping is not None and self._is_first(window):
+            bad += [o for o in managed if o not in bad and self._is_bad_partner(o, stepping)]
         if not bad or not self.makes_again or window is self._given_up:
             return False
         start = time.perf_counter()
@@ -210,6 +235,23 @@ class OverflowExplainer(Observer):
             self._given_up = window
         return found
 
+    def _is_first(self, window: Window) -> bool:
+        return not any(record.stage is OptState.STEPPED for record in window.states.values())
+
+    def _is_bad_partner(self, optimizer: Optimizer, stepping: Optimizer) -> bool:
+        record, params = self.scaler.window.known(optimizer), parameters_of(optimizer)
+        partners = self._partners.get(stepping)
+        is_decided = record is not None and record.stage is not OptState.READY
+        if optimizer is stepping or is_decided or (partners and optimizer not in partners):
+            return False
+        grads = gradients_of(params)
+        if not self.makes_again or self.recording is None or not (grads or self.scaler.sharded):
+            return False
+        if self.recording.dirty.intersection(map(id, params)):
+            return False
+        found = next(find_nonfinite(grads), None) is not None
+        return agree_on_overflow(found, params[0].device, self.scaler.sharded or is_sharded(params))
+
     def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         recording, state = self.recording, self.scaler.read_state()
         if not self.retries or recording is None or window.healed:
@@ -219,8 +261,6 @@ class OverflowExplainer(Observer):
         if any(self._gather(is_lost and not recording.obstacle())):
             return False  # no scale helps
         if max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES:
-            assert window.first_scale is not None
-            self.scaler.write_state(replace(state, scale=window.first_scale))
             return False
         return self._make(window, bad, lower)
 
@@ -231,7 +271,7 @@ class OverflowExplainer(Observer):
         self._find(window)
         if not window.healed:
             return False
-        scale = max(self._first_scale, self.scaler.window_scale)
+        scale = max(self._first_scale, window.first_scale or 1.0)
         if not self._make(window, bad, scale, changes_model=True):
             return False
         self._explained, self._in_a_row = None, 0
@@ -272,7 +312,6 @@ class OverflowExplainer(Observer):
                 for p in params:
                     p.grad = None
         if why:
-            self.scaler.write_state(replace(state, scale=window.first_scale))
             self._warn_once(
                 f"window {window.index} overflowed and is skipped, as its gradients cannot be made "
                 f"again: {why}. (Logged once for each reason.)",
@@ -313,6 +352,13 @@ class OverflowExplainer(Observer):
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
+        if self.makes_again:
+            if self._stepped is not window:
+                self._together = weakref.WeakSet()
+            self._together.add(optimizer)
+            self._partners[optimizer] = self._together
+            if self.recording is not None and not window.record(optimizer).is_skipped:
+                self.recording.note_step(optimizer)
         for listener in self._listeners():
             listener.end_window()
         self._stepped = window

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
-from ..scaling import Origin, local
+from ..scaling import Origin, local, parameters_of
 from .finder import OverflowFinder
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
@@ -71,7 +73,9 @@ class _Kept(NamedTuple):
     version: int
     requires_grad: bool = False
     source: Source | None = None
-    """It was given what this forward had returned."""
+    """It is what this forward had returned,"""
+    given: Tensor | None = None
+    """with its graph."""
 
 
 @dataclass(eq=False, slots=True)
@@ -90,6 +94,9 @@ class ForwardCall:
     inputs: list[_Kept]
     restore_random_state: Callable[[], None]
     autocast: list[torch.autocast]
+    number: int
+    """Of this forward in the run."""
+    buffers: list[_Buffer]
     grads: dict[int, _Kept] = field(default_factory=dict)
     """By the number of the tensor of the output."""
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -97,7 +104,7 @@ class ForwardCall:
 
 
 class _Buffer(NamedTuple):
-    """A buffer, as it was before the window."""
+    """A buffer, as it was before a forward."""
 
     place: dict[str, Any]
     """The ``_buffers`` of its module."""
@@ -113,6 +120,12 @@ class _Buffer(NamedTuple):
         if self.name in ("running_mean", "running_var"):
             return True
         return self.place.get(self.name) is not self.tensor or _version(self.tensor) != self.version
+
+    def restore(self) -> None:
+        """Make it what it was; version counters stay."""
+        if self.copy is not None:
+            self.place[self.name] = self.tensor
+            self.tensor.data.copy_(self.copy)
 
 
 class WindowRecording(ForwardListener):
@@ -144,12 +157,19 @@ class WindowRecording(ForwardListener):
         them."""
         self.held: dict[int, Tensor] = {}
         """By the ``id`` of a parameter: the norm of the gradient that it had before the window."""
-        self._outputs: dict[tuple[Any, int], Source] = {}
-        """By node and number in the graph."""
+        self._outputs: Any = WeakTensorKeyDictionary()
+        """What forwards have returned, and its ``Source``."""
         self._roots: list[Any] = []
-        self._buffers: list[_Buffer] = []
-        self._written: set[tuple[int, str]] | None = None
-        """Buffers that some window has written to; None: not known yet."""
+        """The nodes of losses, where a forward was given what another one had returned."""
+        self._ends: list[Any] = []
+        """Those of what such a forward has returned."""
+        self._buffers: dict[tuple[int, str], _Buffer] = {}
+        """Each as it was before the last forward of its model."""
+        self._written: set[tuple[int, str]] = set()
+        """Those that some forward has written to."""
+        self._forwards = 0
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many forwards there were before its last update."""
         self._is_over = True
         self._bytes = 0
 
@@ -182,7 +202,7 @@ class WindowRecording(ForwardListener):
         self._count(_bytes(loss))
         if not self.left_out:
             self.losses.append(loss.detach())
-            if self._outputs:
+            if self._ends:
                 self._roots.append(loss.grad_fn)
 
     def look_at(self, parameters: Sequence[Tensor]) -> None:
@@ -227,23 +247,26 @@ class WindowRecording(ForwardListener):
         self.backwards = self._bytes = 0
         self.left_out = self.changed = ""
         self._is_over = False
-        if self.makes_again:
-            self._keep_buffers()
 
-    def _keep_buffers(self) -> None:
-        """Copy those that forwards write to: all of them the first time."""
-        known = {(id(b.place), b.name) for b in self._buffers if b.is_written}
-        if self._buffers or self._written is not None:
-            self._written = known | (self._written or set())
-        modules = [module for model in self.models for module in model.modules()]
-        self._buffers = [
-            _Buffer(place, name, b, _version(b), b.detach().clone() if is_kept else None)
-            for place in (module._buffers for module in modules)
-            for name, b in place.items()
-            if b is not None
-            for is_kept in (self._written is None or (id(place), name) in self._written,)
-        ]
-        self._count(sum(_bytes(b.copy) for b in self._buffers if b.copy is not None))
+    def _keep_buffers(self, models: Iterable[Module]) -> list[_Buffer]:
+        """Copy those that forwards write to; the first time all."""
+        found = []
+        for place in (module._buffers for model in models for module in model.modules()):
+            for name, b in place.items():
+                key, last = (id(place), name), self._buffers.get((id(place), name))
+                if b is None:
+                    continue
+                if last is not None and last.is_written:
+                    self._written.add(key)
+                copy = b.detach().clone() if last is None or key in self._written else None
+                self._buffers[key] = _Buffer(place, name, b, _version(b), copy)
+                found.append(self._buffers[key])
+        self._count(sum(_bytes(b.copy) for b in found if b.copy is not None))
+        return found
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """It has updated its parameters."""
+        self._stepped[optimizer] = self._forwards
 
     def end_window(self) -> None:
         super().end_window()
@@ -275,8 +298,15 @@ class WindowRecording(ForwardListener):
             return self.changed
         if len(self.synced) != self.backwards:
             return "a backward in it was not accelerator.backward()"
-        if any(b.is_written and b.copy is None for b in self._buffers):
-            return "a buffer was written to for the first time"
+        for call in self.used:
+            if any(each.is_written and each.copy is None for each in call.buffers):
+                return "a buffer was written to for the first time"
+            steps = [o for o, number in self._stepped.items() if number >= call.number]
+            run = call.run() if steps else None
+            own = [run] if isinstance(run, Module) else self.models
+            later = {id(p) for o in steps for p in parameters_of(o)}
+            if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
+                return "its parameters were updated since a forward of an earlier window"
         if self.dirty.intersection(map(id, parameters)):
             return "its gradients were added to those of an earlier window"
         return ""
@@ -308,12 +338,16 @@ class WindowRecording(ForwardListener):
 
     def _used_outside(self) -> set[Source]:
         """Outputs that code outside of recorded forwards has made a loss of."""
-        found: set[Source] = set()
-        seen, left = set(), [(node, 0) for node in self._roots]
+        found, seen = set[Source](), set(self._ends)
+        edges: dict[tuple[Any, int], Source] = {}
+        for each in (each for call in self.used for each in call.inputs):
+            if each.source is not None and each.given is not None:
+                edges[each.given.grad_fn, each.given.output_nr] = each.source
+        left = [(node, 0) for node in self._roots]
         while left:
             node, place = left.pop()
-            if (node, place) in self._outputs:
-                found.add(self._outputs[node, place])
+            if (node, place) in edges:
+                found.add(edges[node, place])
             elif node is not None and node not in seen:
                 seen.add(node)
                 left += node.next_functions
@@ -323,25 +357,9 @@ class WindowRecording(ForwardListener):
     def restore_statistics(self) -> None:
         """Put back buffers, as running statistics, that are not finite any more: no later window
         takes inf or NaN out of them again. Synchronises."""
-        for each in self._buffers:
+        for each in (each for call in reversed(self.calls) for each in call.buffers):
             if each.copy is not None and not bool(each.tensor.isfinite().all()):
                 each.tensor.copy_(each.copy)
-
-    @contextmanager
-    def buffers_as_before(self, keeps: bool) -> Iterator[None]:
-        """Buffers are as before the window; afterwards as they are now, unless ``keeps``."""
-        kept = [(each, each.copy) for each in self._buffers if each.copy is not None]
-        now = [(each.place[each.name], each.place[each.name].clone()) for each, _ in kept]
-        for each, copy in kept:
-            each.place[each.name] = each.tensor
-            each.tensor.data.copy_(copy)  # version counters stay
-        try:
-            yield
-        finally:
-            for (each, _), (tensor, copy) in zip(kept, now, strict=True):
-                if not keeps:
-                    each.place[each.name] = tensor
-                    tensor.data.copy_(copy)
 
     # Called by hooks.
 
@@ -375,7 +393,9 @@ class WindowRecording(ForwardListener):
                 if tensor.numel() == 1:
                     call.losses[number] = tensor.detach()
                 if self.makes_again and len(self.models) > 1:
-                    self._outputs[tensor.grad_fn, tensor.output_nr] = call, number
+                    self._outputs[tensor] = call, number
+                    if any(each.source for each in call.inputs):
+                        self._ends.append(tensor.grad_fn)
         self._add(call, len(self.calls))
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
@@ -383,7 +403,6 @@ class WindowRecording(ForwardListener):
             return
         if call not in self.calls:  # of an earlier window, as a generator's
             self._add(call, 0)
-            self.changed = "a backward went through a forward of an earlier window"
         self._count(_bytes(grad))
         backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
@@ -401,9 +420,9 @@ class WindowRecording(ForwardListener):
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            node = tensor.grad_fn if self._outputs else None
-            source = None if node is None else self._outputs.get((node, tensor.output_nr))
-            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source))
+            source = self._outputs.get(tensor) if self._outputs else None
+            given = None if source is None else tensor
+            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source, given))
             return plain
 
         try:
@@ -417,12 +436,19 @@ class WindowRecording(ForwardListener):
             torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
         ]
-        state, syncs = (
-            random_state(device),
-            all(m.require_backward_grad_sync for m in self.parallel),
-        )
+        self._forwards += 1
         return ForwardCall(
-            run, syncs, device, self.backwards, args, kwargs, inputs, state, autocast
+            run,
+            all(m.require_backward_grad_sync for m in self.parallel),
+            device,
+            self.backwards,
+            args,
+            kwargs,
+            inputs,
+            random_state(device),
+            autocast,
+            self._forwards,
+            self._keep_buffers([unwrap(module)]) if self.makes_again else [],
         )
 
     def _add(self, call: ForwardCall, place: int) -> None:
@@ -441,7 +467,7 @@ class WindowRecording(ForwardListener):
         for call in self.calls:
             call.grads.clear()  # a graph may keep the call
         self.calls, self.losses, self.synced, self._roots = [], [], [], []
-        self._outputs, self._grads, self.held = {}, {}, {}
+        self._ends, self._grads, self.held = [], {}, {}
 
 
 def run_again(
@@ -507,7 +533,7 @@ def make_again(
     held = recording.held
     with (
         _restored(models, recording.used[0].device, {id(p) for p in parameters}) as writes,
-        recording.buffers_as_before(keeps=changes_model),
+        _buffers_as_before(recording.used, changes_model),
     ):
         try:
             for p in parameters:
@@ -515,7 +541,9 @@ def make_again(
                     p.grad.zero_()
                 else:
                     p.grad = None
-            for number, forwards in enumerate(_micro_batches(recording, passing, pairs)):
+            for number, forwards in enumerate(
+                _micro_batches(recording, passing, pairs, changes_model)
+            ):
                 seeded = [(root, seed * factor) for root, seed in forwards()]
                 for model in sharded:
                     model.set_requires_gradient_sync(recording.synced[number], recurse=False)
@@ -536,6 +564,7 @@ def _micro_batches(
     recording: WindowRecording,
     passing: Collection[Source] = (),
     pairs: list[tuple[Tensor, Tensor]] | None = None,
+    changes_model: bool = False,
 ) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
     """For each backward of the window what runs its forwards, and returns their outputs and what
     came to these. Losses, and what they were, are added to ``pairs``."""
@@ -546,12 +575,13 @@ def _micro_batches(
             for call in recording.used:
                 if call.backward != number:
                     continue
-                with (
-                    _reducing(recording.parallel, call.syncs)
-                    if pairs is not None
-                    else nullcontext()
-                ):
+                if pairs is None:  # to look on: gradients and buffers are anyone's
                     outputs = _forward(call, made)
+                else:
+                    for each in () if changes_model else call.buffers:
+                        each.restore()
+                    with _reducing(recording.parallel, call.syncs):
+                        outputs = _forward(call, made)
                 for n, grad in call.grads.items():
                     if (call, n) in passing:
                         made[call, n] = outputs[n]
@@ -600,6 +630,22 @@ def _backward(seeded: list[tuple[Tensor, Tensor]]) -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _buffers_as_before(calls: Sequence[ForwardCall], keeps: bool) -> Iterator[None]:
+    """Buffers may be written to in the block; afterwards they are as they are now, unless
+    ``keeps``: then they start as before the first of these forwards, and stay."""
+    copied = [each for call in reversed(calls) for each in call.buffers if each.copy is not None]
+    now = [(each, each.place[each.name], each.place[each.name].clone()) for each in copied]
+    for each in copied if keeps else ():
+        each.restore()
+    try:
+        yield
+    finally:
+        for each, tensor, copy in () if keeps else now:
+            each.place[each.name] = tensor
+            tensor.data.copy_(copy)
 
 
 @contextmanager

@@ -160,3 +160,75 @@ def test_without_a_clip_and_with_gradients_that_are_zeroed(
     clip: float | None, to_none: bool
 ) -> None:
     assert_no_window_is_lost(backwards=twice, windows=2, clip=clip, to_none=to_none)
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 8))
+
+    def forward(self, z: Tensor) -> Tensor:
+        out: Tensor = self.layers(z)
+        return out
+
+
+class Critic(Generator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(8, 1))
+
+
+def play_gan(scale: float, zeroed: str, extra: float, **settings: Any) -> tuple[Any, list[Any]]:
+    """``extra``: the share of a loss that the script makes of the generator's output."""
+    torch.manual_seed(3)
+    nets = Generator(), Critic()
+    given: dict[str, Any] = {"init_scale": scale, "growth_interval": 1000} | settings
+    with attached(None, **given) as accelerator:
+        optimizers = [sgd(net.parameters(), lr=1e-3) for net in nets]
+        (g, d), (opt_g, opt_d) = accelerator.prepare(*nets), accelerator.prepare(*optimizers)
+        losses: list[float] = []
+        for number in range(5):
+            real, z = rows(number)[0], rows(number + 50)[0]
+            fake = g(z)
+            opt_d.zero_grad()
+            loss = 30 * ((d(real) - 1).square() + d(fake.detach()).square()).mean()
+            accelerator.backward(loss)
+            opt_d.step()
+            if zeroed == "twice":
+                opt_d.zero_grad()
+            opt_g.zero_grad()
+            loss_g = 3000 * (d(fake) - 1).square().mean()
+            if extra:
+                loss_g = loss_g + extra * (fake - real).abs().mean()
+            accelerator.backward(loss_g)
+            accelerator.clip_grad_norm_(nets[0].parameters(), 1.0)
+            opt_g.step()
+            losses += [loss.item(), loss_g.item()]
+        for optimizer in (opt_g, opt_d):
+            optimizer.synchronize()
+        end = {
+            "weights": [copy.deepcopy(net.state_dict()) for net in nets],
+            "state": [copy.deepcopy(each.state_dict()["state"]) for each in (opt_g, opt_d)],
+            "losses": losses,
+        }
+        return end, list(accelerator.scaler_history.records)
+
+
+@pytest.mark.parametrize("zeroed", ["once", "twice"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed, state on the host"])
+def test_a_gan(mode: str, zeroed: str) -> None:
+    """Also where the overflow is in the critic's backward, on its way to the generator."""
+    high, records = play_gan(2.0**16, zeroed, 0.0, on_overflow="retry", **MODES[mode])
+    low, plain = play_gan(records[-1].scale, zeroed, 0.0, **MODES[mode])
+    assert not any(r.skipped for r in (*records, *plain))
+    assert sum(r.scale < 2.0**16 for r in records) >= 2
+    assert_same(high, low)
+
+
+def test_what_came_to_an_output_from_two_sides_is_not_taken_for_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The script's own part of it is not known where the critic's has overflowed."""
+    _, records = play_gan(2.0**16, "once", 1.0, on_overflow="retry")
+    assert any(r.skipped for r in records)
+    assert caplog.text.count("the gradient of an output was not finite") == 1

@@ -231,12 +231,12 @@ class WindowRecording(ForwardListener):
     def note(self, parameters: Sequence[Tensor]) -> None:
         """These gradients are those of the window."""
         grads = [(id(p), p.grad) for p in parameters]
-        self._grads |= {key: (g, 0 if g is None else g._version) for key, g in grads}
+        self._grads |= {key: (g, _version(g)) for key, g in grads}
 
     def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
         known = self._grads
         return any(
-            p.grad is not grad or (grad is not None and grad._version != version)
+            p.grad is not grad or _version(grad) != version
             for p in parameters
             if id(p) in known
             for grad, version in (known[id(p)],)
@@ -790,5 +790,8 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor | None) -> int:
+    if tensor is None or tensor.is_inference():
+        return 0
+    # FSDP2 adds to the shard.
+    return tensor._version if type(tensor) is Tensor else local(tensor)._version

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,9 @@ class ForwardCall:
     """By the number of the tensor of the output."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """The single numbers among these tensors."""
+
+
+T = TypeVar("T")
 
 
 class _Buffer(NamedTuple):
@@ -193,6 +196,16 @@ class WindowRecording(ForwardListener):
             self.models.setdefault(plain)
             is_wrapped = isinstance(run, DistributedDataParallel)
             self._listen(hooked, weakref.ref(run if is_wrapped else plain), prepend=True)
+
+    def call(self, method: Callable[..., T], model: Module, *args: Any, **kwargs: Any) -> T:
+        """``method(model, *args, **kwargs)``, a Trainer's ``compute_loss``, as one forward."""
+        run, output = weakref.WeakMethod(method), None
+        self.enter(run, model, (model, *args), kwargs)
+        try:
+            output = method(model, *args, **kwargs)
+            return output
+        finally:
+            self.leave(run, model, (), output)
 
     def before_backward(self, loss: Tensor) -> None:
         if self._is_over:

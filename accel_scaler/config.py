@@ -150,6 +150,8 @@ class ScalerConfig:
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
         on_overflow: What becomes of a window whose gradients overflow. skip: it is lost. retry: its
             forwards and backwards run again, at lower scales, and it steps.
+        growth_headroom: With retry the scale grows only while the largest gradient since the last
+            growth leaves room for it. False: whenever growth_interval says so, as with skip.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again; parameters, buffers and random state are restored, nothing else is.
             always: every window is watched (slow). off: only names of parameters. auto: replay with
@@ -183,6 +185,7 @@ class ScalerConfig:
     skip_norm_above: float | str | None = setting(None, optional(NORM))
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
     on_overflow: Literal["skip", "retry"] = choice("skip", "retry")
+    growth_headroom: bool = setting(True, SWITCH)
     find_overflow: Literal["auto", "replay", "always", "off"] = choice(
         "auto", "replay", "always", "off"
     )

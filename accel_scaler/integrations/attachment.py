@@ -92,7 +92,9 @@ class Attachment:
         how, retries = config.finds_overflow, config.on_overflow == "retry" and self.scales
         if how != "off" or retries:
             healer = Healer(self.fp32_modules) if config.heal else None
-            self.explainer = OverflowExplainer(self.scaler, how, retries, healer, self.float16)
+            self.explainer = OverflowExplainer(
+                self.scaler, how, retries, config.growth_headroom, healer, self.float16
+            )
         self.scaler.extra["fp32_modules"] = self.fp32_modules.added
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from ..scaling import (
 from .finder import OverflowFinder
 from .heal import Healer
 from .hooks import ForwardListener
-from .rerun import WindowRecording, make_again, run_again
+from .rerun import WindowRecording, largest_of, make_again, run_again
 
 logger = logging.getLogger("accel_scaler")
 
@@ -50,8 +51,56 @@ MAX_WATCHED = 20
 grows once in some thousand windows."""
 
 
+LOOKS = 32
+"""At the largest gradient, between two growths of the scale."""
+
 MAX_RETRIES = 16
 """Of one window; from the usual 65536 that is down to 1."""
+
+
+class Headroom:
+    """How far the largest scaled gradient is from an overflow.
+
+    As TransformerEngine's history of largest elements and OpenSeq2Seq's LogMax it foresees one. A
+    gradient of a parameter says little of those of activations, so where one of those overflows
+    first, the level of that window is the limit, until gradients have been above it and finite.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._every = max(interval // LOOKS, 1)
+        self._seen: list[tuple[Tensor, float]] = []
+        """Largest elements, shape (), and their scales."""
+        self._limit = torch.finfo(torch.float16).max
+
+    def look(self, parameters: Sequence[Tensor], window: int, scale: float) -> None:
+        """Remember the largest gradient of some windows. Does not synchronise."""
+        if window % self._every == 0:
+            self._seen += [(each, scale) for each in _largest(parameters)]
+
+    def has_overflowed(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """These gradients have, when they were ``factor`` times as large. Synchronises."""
+        largest = max(map(float, _largest(parameters)), default=math.inf)
+        self._limit = min(self._limit, largest * factor)
+
+    def level(self) -> float:
+        """The largest since the last call, unscaled. Synchronises."""
+        seen, self._seen = [(float(largest), scale) for largest, scale in self._seen], []
+        finite = [(x, scale) for x, scale in seen if math.isfinite(x)]
+        if any(x >= self._limit for x, _ in finite):
+            self._limit = torch.finfo(torch.float16).max
+        return max((x / scale for x, scale in finite), default=0.0)
+
+    def is_enough_for(self, level: float) -> bool:
+        """Whether gradients of this size will not overflow, as far as is known."""
+        return level < self._limit
+
+
+def _largest(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """On each device the largest magnitude in any of their gradients."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for each in largest_of(parameters).values():
+        found.setdefault(each.device, []).append(each.float())
+    return [torch.stack(each).amax() for each in found.values()]
 
 
 class OverflowExplainer(Observer):
@@ -69,6 +118,7 @@ class OverflowExplainer(Observer):
             window that has overflowed is run again; where it cannot be, the next ones are watched.
             ``always``: every window is watched. ``off``: nothing is explained.
         retries: a window that has overflowed is made again at lower scales.
+        looks_ahead: with ``retries`` the scale grows only while gradients leave room for it.
         healer: with one, a window that has overflowed is run again whatever ``how`` says.
         around_backward: entered around a backward, as the training loop does.
     """
@@ -78,6 +128,7 @@ class OverflowExplainer(Observer):
         scaler: GradScaler,
         how: Literal["watch", "replay", "always", "off"],
         retries: bool,
+        looks_ahead: bool,
         healer: Healer | None,
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -85,6 +136,11 @@ class OverflowExplainer(Observer):
         self.how, self.retries = how, retries
         self.always = how == "always"
         self.makes_again = retries or healer is not None
+        self._room = Headroom(scaler.get_growth_interval())
+        self._asked: tuple[Window | None, bool] = None, True
+        """The window in which a growth was due last, and whether there was room for it."""
+        if retries and looks_ahead:
+            scaler.has_room = self._has_room
         runs_again = how == "replay" or self.makes_again
         self.recording = WindowRecording(self.makes_again) if runs_again else None
         self.finder = OverflowFinder() if self.always else None
@@ -207,6 +263,7 @@ class OverflowExplainer(Observer):
             record = window.known(optimizer)
             if record is None or record.stage is OptState.READY:
                 recording.look_before_check(parameters_of(optimizer))
+                self._room.look(parameters_of(optimizer), window.index, self.scaler.window_scale)
             elif record.stage is OptState.UNSCALED and record.verdict is None:
                 recording.changed = "they were unscaled by GradScaler.unscale_()"
 
@@ -234,6 +291,19 @@ class OverflowExplainer(Observer):
         if not found:
             self._given_up = window
         return found
+
+    def _has_room(self) -> bool:
+        """Whether a growth of the scale is worth trying; the same on every rank."""
+        if self._asked[0] is self.scaler.window:  # another optimizer has stepped in it
+            return self._asked[1]
+        level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
+        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        if has_ranks and self.is_everywhere:
+            level = max(gather_objects(level, self._device))
+        elif has_ranks:
+            level = 0.0  # as on ranks that do not look
+        self._asked = self.scaler.window, self._room.is_enough_for(level)
+        return self._asked[1]
 
     def _is_first(self, window: Window) -> bool:
         return not any(record.stage is OptState.STEPPED for record in window.states.values())
@@ -321,6 +391,8 @@ class OverflowExplainer(Observer):
         for optimizer in optimizers:
             window.forget(optimizer)
         window.retries += 1
+        if not changes_model:
+            self._room.has_overflowed(params, state.scale / scale)
         self.scaler.write_state(replace(state, scale=scale, growth_tracker=0))
         return True
 

@@ -222,7 +222,7 @@ class WindowRecording(ForwardListener):
         """Call before each backward. What changes gradients between two of them, or before the
         check, would be lost where they are made again. Does not synchronise."""
         if self.backwards <= 1:
-            self.held = _norms(parameters)
+            self.held = largest_of(parameters)
         elif all(p.grad is None for p in parameters) and self.synced[-1:] == [True]:
             # They were dropped, with all that came before.
             self.calls = [call for call in self.calls if call.backward >= self.backwards - 1]
@@ -789,9 +789,9 @@ def _drop_gradient(p: Tensor) -> None:
     p.grad = None
 
 
-def _norms(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By the ``id`` of each parameter that has a gradient, some norm of that one. Does not
-    synchronise."""
+def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
+    of a sparse one 1. Does not synchronise."""
     held = {id(p): local(p.grad) for p in parameters if p.grad is not None}
     dense = {key: grad for key, grad in held.items() if not grad.is_sparse}
     norms = torch._foreach_norm([*dense.values()], math.inf) if dense else ()

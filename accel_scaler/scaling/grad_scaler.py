@@ -36,7 +36,7 @@ from .host_mirror import HostMirror
 from .parameter_names import ParameterNames
 from .skips import SkipStreak
 from .thread_windows import ThreadWindows
-from .update_rule import Rule, ScaleState
+from .update_rule import Rule, ScaleState, always
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
@@ -124,6 +124,8 @@ class GradScaler(torch.amp.GradScaler):
         self._leaves: list[weakref.ref[Tensor]] = []
         """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
         with the window, since torch swaps no parameter that has a weak reference."""
+        self.has_room: Callable[[], bool] = always
+        """Asked by :meth:`close_window` before the scale grows."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]]
         self._managed = weakref.WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order they came, and their ``Stepper``."""
@@ -641,7 +643,7 @@ class GradScaler(torch.amp.GradScaler):
             if window.is_spike and not window.found_inf:
                 self.write_state(replace(before, spikes=before.spikes + 1))
             elif self._enabled:
-                self.write_state(self.rule.advance(before, window.found_inf))
+                self.write_state(self.rule.advance(before, window.found_inf, self.has_room))
             else:
                 skips = before.consecutive_skips + 1 if window.found_inf else 0
                 self.write_state(ScaleState(1.0, 0, skips, before.spikes if skips else 0))

@@ -232,3 +232,37 @@ def test_what_came_to_an_output_from_two_sides_is_not_taken_for_one(
     _, records = play_gan(2.0**16, "once", 1.0, on_overflow="retry")
     assert any(r.skipped for r in records)
     assert caplog.text.count("the gradient of an output was not finite") == 1
+
+
+class Sized(nn.Module):
+    """``loss = sum(w * size)``: the gradient of ``w`` is ``size``, through a float16 activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, size: float) -> Tensor:
+        return (self.w.half() * size).sum().float()
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        # 6 * 2**13 is below 65504, 6 * 2**14 is not.
+        ({}, [13, 13, 13, 13, 13, 13, 13, 13]),
+        ({"growth_headroom": False}, [13, 13, 13, 13, 13, 13, 13, 13]),
+        ({"on_overflow": "skip"}, [16, 15, 14, 13, 13, 14, 13, 13]),
+    ],
+)
+def test_the_scale_grows_where_there_is_room(settings: dict[str, Any], scales: list[int]) -> None:
+    """With ``skip`` as torch's: there is a skip, at 14, every other interval."""
+    given = {"on_overflow": "retry", "growth_interval": 2, "init_scale": 2.0**16} | settings
+    with attached(None, **given) as accelerator:
+        model, optimizer = accelerator.prepare(Sized(), None)[0], None
+        optimizer = accelerator.prepare(sgd(model.parameters(), lr=2.0**-8, momentum=0.0))
+        for _ in range(8):
+            accelerator.backward(model(6.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        records = list(accelerator.scaler_history.records)
+    assert [r.scale for r in records] == [2.0**n for n in scales]

@@ -66,6 +66,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
     ),
     "on_overflow": (("skip", "retry"), (True, False, 1, "", "RETRY", None)),
+    "growth_headroom": ((True, False), NO_SWITCH),
     "heal": ((True, False), NO_SWITCH),
     "fp32_modules": (
         ((), ("*.wo",), ("h.[0-3].mlp", "a?")),

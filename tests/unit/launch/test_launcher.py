@@ -77,7 +77,8 @@ EVERY = ScalerConfig(
     delay_warmup_steps=8, delay_compensation="preview", offload="cpu", optimizer_threads=3,
     master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
-    sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
+    sharded=True, heal=True, on_overflow="retry", growth_headroom=False,
+    fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
 

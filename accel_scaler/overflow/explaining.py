@@ -136,10 +136,11 @@ class OverflowExplainer(Observer):
         self.how, self.retries = how, retries
         self.always = how == "always"
         self.makes_again = retries or healer is not None
-        self._room = Headroom(scaler.get_growth_interval())
+        self._room: Headroom | None = None
         self._asked: tuple[Window | None, bool] = None, True
         """The window in which a growth was due last, and whether there was room for it."""
         if retries and looks_ahead:
+            self._room = Headroom(scaler.get_growth_interval())
             scaler.has_room = self._has_room
         runs_again = how == "replay" or self.makes_again
         self.recording = WindowRecording(self.makes_again) if runs_again else None
@@ -224,7 +225,8 @@ class OverflowExplainer(Observer):
             state = self.scaler.rule.advance(replace(before, scale=first), True)
         if window.healed:  # the scale did not fall because it was too large
             state = replace(state, scale=max(self._first_scale, state.scale))
-        self.scaler.write_state(state)
+        if state != self.scaler.read_state():
+            self.scaler.write_state(state)
 
     def _meet(self, optimizer: Optimizer, window: Window) -> None:
         """Find out whether ranks communicate about this window."""
@@ -263,7 +265,9 @@ class OverflowExplainer(Observer):
             record = window.known(optimizer)
             if record is None or record.stage is OptState.READY:
                 recording.look_before_check(parameters_of(optimizer))
-                self._room.look(parameters_of(optimizer), window.index, self.scaler.window_scale)
+                if self._room is not None:
+                    scale = self.scaler.window_scale
+                    self._room.look(parameters_of(optimizer), window.index, scale)
             elif record.stage is OptState.UNSCALED and record.verdict is None:
                 recording.changed = "they were unscaled by GradScaler.unscale_()"
 
@@ -296,6 +300,7 @@ class OverflowExplainer(Observer):
         """Whether a growth of the scale is worth trying; the same on every rank."""
         if self._asked[0] is self.scaler.window:  # another optimizer has stepped in it
             return self._asked[1]
+        assert self._room is not None
         level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
         has_ranks = dist.is_initialized() and dist.get_world_size() > 1
         if has_ranks and self.is_everywhere:
@@ -391,7 +396,7 @@ class OverflowExplainer(Observer):
         for optimizer in optimizers:
             window.forget(optimizer)
         window.retries += 1
-        if not changes_model:
+        if self._room is not None and not changes_model:
             self._room.has_overflowed(params, state.scale / scale)
         self.scaler.write_state(replace(state, scale=scale, growth_tracker=0))
         return True

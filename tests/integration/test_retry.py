@@ -246,15 +246,17 @@ class Sized(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("settings", "scales"),
+    ("settings", "scales", "retries"),
     [
         # 6 * 2**13 is below 65504, 6 * 2**14 is not.
-        ({}, [13, 13, 13, 13, 13, 13, 13, 13]),
-        ({"growth_headroom": False}, [13, 13, 13, 13, 13, 13, 13, 13]),
-        ({"on_overflow": "skip"}, [16, 15, 14, 13, 13, 14, 13, 13]),
+        ({}, [13] * 8, [3, 0, 0, 0, 0, 0, 0, 0]),
+        ({"growth_headroom": False}, [13] * 8, [3, 0, 1, 0, 1, 0, 1, 0]),
+        ({"on_overflow": "skip"}, [16, 15, 14, 13, 13, 14, 13, 13], [0] * 8),
     ],
 )
-def test_the_scale_grows_where_there_is_room(settings: dict[str, Any], scales: list[int]) -> None:
+def test_the_scale_grows_where_there_is_room(
+    settings: dict[str, Any], scales: list[int], retries: list[int]
+) -> None:
     """With ``skip`` as torch's: there is a skip, at 14, every other interval."""
     given = {"on_overflow": "retry", "growth_interval": 2, "init_scale": 2.0**16} | settings
     with attached(None, **given) as accelerator:
@@ -265,4 +267,9 @@ def test_the_scale_grows_where_there_is_room(settings: dict[str, Any], scales: l
             optimizer.step()
             optimizer.zero_grad()
         records = list(accelerator.scaler_history.records)
+        verdict = accelerator.scaler_history.summary().splitlines()[0]
     assert [r.scale for r in records] == [2.0**n for n in scales]
+    assert [r.retries for r in records] == retries
+    assert records[0].first_scale == (2.0**16 if retries[0] else None)
+    again = sum(map(bool, retries))
+    assert (f"{again} window" in verdict and "batches lost: 0" in verdict) == bool(again)

@@ -363,7 +363,7 @@ class OverflowExplainer(Observer):
         optimizers, why = self._made_with(window, bad)
         params = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         passing = None
-        why = why or recording.obstacle() or recording.obstacle_for(params)
+        why = why or recording.obstacle() or recording.obstacle_for(params, self._parameters())
         if not why:
             passing = recording.passing(changes_model)
             if passing is None:

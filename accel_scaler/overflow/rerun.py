@@ -10,7 +10,6 @@ buffers and random state, no more. ``make_again`` runs it for its gradients, at 
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 import weakref
@@ -30,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
-from ..scaling import Origin, local, parameters_of
+from ..scaling import Origin, gradients_of, local, parameters_of
 from .finder import OverflowFinder
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
@@ -105,6 +104,10 @@ class ForwardCall:
 
 T = TypeVar("T")
 
+MOVED = (
+    "its parameters were changed, or with step_mode='delayed' read, between a forward and the step"
+)
+
 
 class _Buffer(NamedTuple):
     """A buffer, as it was before a forward."""
@@ -158,6 +161,10 @@ class WindowRecording(ForwardListener):
         self._grads: dict[int, tuple[Tensor | None, int]] = {}
         """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
         them."""
+        self.is_proven = False
+        """A window was made again, and its forwards wrote to no parameter."""
+        self._versions: list[int] = []
+        """Of every parameter, before the first backward."""
         self.held: dict[int, Tensor] = {}
         """By the ``id`` of a parameter: the norm of the gradient that it had before the window."""
         self._outputs: Any = WeakTensorKeyDictionary()
@@ -221,8 +228,11 @@ class WindowRecording(ForwardListener):
     def look_at(self, parameters: Sequence[Tensor]) -> None:
         """Call before each backward. What changes gradients between two of them, or before the
         check, would be lost where they are made again. Does not synchronise."""
+        versions = list(map(_version, parameters))
         if self.backwards <= 1:
-            self.held = largest_of(parameters)
+            self.held, self._versions = largest_of(parameters), versions
+        elif versions != self._versions:
+            self.changed = MOVED
         elif all(p.grad is None for p in parameters) and self.synced[-1:] == [True]:
             # They were dropped, with all that came before.
             self.calls = [call for call in self.calls if call.backward >= self.backwards - 1]
@@ -245,6 +255,10 @@ class WindowRecording(ForwardListener):
         """These gradients are those of the window."""
         grads = [(id(p), p.grad) for p in parameters]
         self._grads |= {key: (g, _version(g)) for key, g in grads}
+
+    def without(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Those to which the window's backwards have given no gradient."""
+        return [p for p in parameters if self._grads.get(id(p), (p, 0))[0] is None]
 
     def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
         known = self._grads
@@ -304,12 +318,14 @@ class WindowRecording(ForwardListener):
                 return "an input, or the gradient of an output, was changed in place since"
         return ""
 
-    def obstacle_for(self, parameters: Sequence[Tensor]) -> str:
-        """Why the gradients of ``parameters`` cannot be made again, where it can be run again.
-        Synchronises."""
+    def obstacle_for(self, parameters: Sequence[Tensor], every: Sequence[Tensor]) -> str:
+        """Why the gradients of ``parameters``, of ``every`` one that is stepped, cannot be made
+        again, where it can be run again. Synchronises."""
         if self.changed:
             return self.changed
-        if len(self.synced) != self.backwards:
+        if self._versions != list(map(_version, every)):
+            return MOVED
+        if not self.backwards or len(self.synced) != self.backwards:
             return "a backward in it was not accelerator.backward()"
         for call in self.used:
             if any(each.is_written and each.copy is None for each in call.buffers):
@@ -320,6 +336,8 @@ class WindowRecording(ForwardListener):
             later = {id(p) for o in steps for p in parameters_of(o)}
             if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
                 return "its parameters were updated since a forward of an earlier window"
+        if any(p.grad is not None and not p.requires_grad for p in parameters):
+            return "a parameter was frozen after the backward"
         if self.dirty.intersection(map(id, parameters)):
             return "its gradients were added to those of an earlier window"
         return ""
@@ -543,19 +561,21 @@ def make_again(
     """
     models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    held = recording.held
     with (
         _restored(models, recording.used[0].device, {id(p) for p in parameters}) as writes,
         _buffers_as_before(recording.used, changes_model),
     ):
         try:
-            for p in parameters:
-                if id(p) in held and p.grad is not None:
-                    p.grad.zero_()
-                else:
-                    p.grad = None
+            for grad in gradients_of(parameters):
+                grad.zero_()  # the same tensor: it may be a view of a bucket, or have some
             for number, forwards in enumerate(
-                _micro_batches(recording, passing, pairs, changes_model)
+                _micro_batches(
+                    recording,
+                    passing,
+                    pairs,
+                    changes_model,
+                    None if recording.is_proven else writes,
+                )
             ):
                 seeded = [(root, seed * factor) for root, seed in forwards()]
                 for model in sharded:
@@ -566,8 +586,11 @@ def make_again(
             for p in parameters:
                 p.grad = None
             raise
+        for p in recording.without(parameters):  # it was unfrozen since
+            p.grad = None
         recording.note(parameters)
-    if writes.has_copied:
+    recording.is_proven = not writes.has_written
+    if writes.has_written:
         return "its forward writes to its parameters"
     are_same = changes_model or all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
     return "" if are_same else "its forward gave another loss: it has state of its own"
@@ -578,9 +601,11 @@ def _micro_batches(
     passing: Collection[Source] = (),
     pairs: list[tuple[Tensor, Tensor]] | None = None,
     changes_model: bool = False,
+    writes: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
     """For each backward of the window what runs its forwards, and returns their outputs and what
-    came to these. Losses, and what they were, are added to ``pairs``."""
+    came to these. Losses, and what they were, are added to ``pairs``. ``writes`` is entered around
+    each forward."""
     for number in range(max(recording.backwards, 1)):
 
         def forwards(number: int = number) -> list[tuple[Tensor, Tensor]]:
@@ -593,7 +618,7 @@ def _micro_batches(
                 else:
                     for each in () if changes_model else call.buffers:
                         each.restore()
-                    with _reducing(recording.parallel, call.syncs):
+                    with writes or nullcontext(), _reducing(recording.parallel, call.syncs):
                         outputs = _forward(call, made)
                 for n, grad in call.grads.items():
                     if (call, n) in passing:
@@ -713,7 +738,7 @@ def _restored(
             torch.inference_mode(False),
             as_replay(),
             torch.compiler.set_stance("force_eager"),
-            writes,
+            writes if remade is None else nullcontext(),  # it takes a while: else in forwards only
         ):
             yield writes
     finally:
@@ -731,7 +756,11 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._addresses = {_address(p) for p in parameters} - {0}
+        parameters = [p for p in parameters if _address(p)]
+        self._addresses = set(map(_address, parameters))
+        self._data = [(p, p.data) for p in parameters]
+        self.has_written = False
+        """Something wrote to a parameter; known once that was undone."""
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -744,12 +773,12 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._copies[address] = storage, storage.clone()
         return func(*args, **kwargs)
 
-    @property
-    def has_copied(self) -> bool:
-        return bool(self._copies)
-
     def restore(self) -> None:
         """Write the copies back; version counters stay."""
+        moved = [(p, data) for p, data in self._data if _address(p) != _address(data)]
+        self.has_written = bool(moved or self._copies)
+        for p, data in moved:  # by ``p.data = ...``
+            p.data = data
         for storage, copy in self._copies.values():
             storage.copy_(copy)
 
@@ -792,11 +821,12 @@ def _drop_gradient(p: Tensor) -> None:
 def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
     of a sparse one 1. Does not synchronise."""
-    held = {id(p): local(p.grad) for p in parameters if p.grad is not None}
-    dense = {key: grad for key, grad in held.items() if not grad.is_sparse}
-    norms = torch._foreach_norm([*dense.values()], math.inf) if dense else ()
-    sparse = {key: torch.tensor(1.0) for key in held.keys() - dense.keys()}
-    return dict(zip(dense, norms, strict=True)) | sparse
+    found = {}
+    for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
+        is_plain = grad.numel() > 0 and not grad.is_sparse
+        ends = torch.stack(torch.aminmax(grad)) if is_plain else torch.ones(1)
+        found[id(p)] = ends.abs().amax()
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:

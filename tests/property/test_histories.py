@@ -40,7 +40,7 @@ TRAINING = (
     *("backward in a thread", "to sync", "to overlap", "to delayed", "loaded by Accelerate"),
     *("saved inside a window", "attached", "raw"),
     *("precision fp16", "precision bf16", "precision no", "bfloat16 in place"),
-    *("spike", "stepped on NaN"),
+    *("spike", "stepped on NaN", "run again", "not run again"),
 )
 SCALER = (
     *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),

@@ -1062,7 +1062,7 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         limit=r.choice((None, None, 0.5, "1.25x", "1.25x")),
         # On a device torch's optimizers round bfloat16 in other places.
         masters="fp32" if on_device else r.choice(("auto", "auto", "fp32")),
-        retry=attached and precision == "fp16" and not stock and r.random() < 0.5,
+        retry=attached and precision == "fp16" and not stock and r.random() < 0.3,
     )
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):

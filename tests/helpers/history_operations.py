@@ -254,7 +254,7 @@ class Player:
         bad=[False] * 5 + [True],
         plain=(False, False, True),
         thread=[False] * 5 + [True],
-        blows=(False, False, True),
+        blows=(False, True),
     )
     def backward(
         self,
@@ -1067,7 +1067,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
         for _ in range(r.choice((0, 1, 1, 1, 1, 2))):
-            calls.append(drawn(r, "backward", CHOICES))
+            made = {"plain": False, "bad": False} if setup.retry and r.random() < 0.8 else {}
+            calls.append(drawn(r, "backward", CHOICES, **made))
             if r.random() < 0.3:
                 others = WITHIN if setup.retry else BETWEEN
                 calls.append(drawn(r, r.choice(others), CHOICES))

@@ -381,10 +381,10 @@ class Player:
         """
         if not self.may_end or self.setup.fold:
             return False
-        self.settle()
         again = self.clips or parts != WHOLE
         if self.low and (self.clips or (again and self.plain.compensation != "none")):
             return False
+        self.settle()
         is_exact = self.low and parts not in (WHOLE, *APART)
 
         def clip(masters: list[Tensor]) -> Any:

@@ -129,7 +129,8 @@ class ScalerConfig:
             agree on each verdict by one all-reduce a window.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
             optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
-            thread, published one step late (see delay_compensation).
+            thread, published one step late (see delay_compensation). auto: sync or overlap, whose
+            numbers are the same: some windows in each are timed, then the faster one is used.
         delay_warmup_steps: delayed: the first N steps run as overlap; a resumed run counts on.
         delay_compensation: delayed: what the forward sees of an update before it is published.
             preview: the update as it would be without its gradient, plus the gradient's own share.
@@ -170,7 +171,9 @@ class ScalerConfig:
     max_scale: float | None = setting(None, optional(SCALE))
     hysteresis: int = setting(1, COUNT)
     sharded: bool = setting(False, SWITCH)
-    step_mode: Literal["sync", "overlap", "delayed"] = choice("sync", "overlap", "delayed")
+    step_mode: Literal["sync", "overlap", "delayed", "auto"] = choice(
+        "sync", "overlap", "delayed", "auto"
+    )
     delay_warmup_steps: int = setting(0, count(0))
     delay_compensation: Literal["auto", "preview", "none"] = choice("auto", "preview", "none")
     offload: Literal["none", "cpu"] = choice("none", "cpu")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
@@ -235,6 +236,7 @@ class SyncHooks:
                 gather = _Hook(stepper, _before_gather)
                 self._handles.append(module.register_forward_pre_hook(gather, prepend=True))
         for root in _roots(model):
+            stepper.is_ddp |= isinstance(root, DistributedDataParallel)
             self._hook_root(root, stepper)
         if scripted:
             stepper.wait_at = WaitAt.STEP
@@ -243,7 +245,7 @@ class SyncHooks:
 
     def _wait_for_others(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
         """Await steps where other tensors of the model lie in its parameters' memory."""
-        if not stepper.is_beside or stepper.wait_at is WaitAt.STEP:
+        if stepper.mode == "sync" or stepper.wait_at is WaitAt.STEP:
             return
         tensors = (*Module.parameters(model), *Module.buffers(model))
         others = [t for t in tensors if id(t) not in mine]

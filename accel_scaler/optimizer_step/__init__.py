@@ -8,9 +8,11 @@ thread, no Accelerate and no telemetry: what steps later is a Stepper like any o
 
 from .boundary import Boundary as Boundary, boundary_of as boundary_of
 from .fused_adam import call_adam as call_adam, is_plain as is_plain
+from .mode_choice import ModeChoice as ModeChoice
 from .observer import Observer as Observer
 from .stepper import (
     ATTRIBUTE as ATTRIBUTE,
+    InlineStepper as InlineStepper,
     Stepper as Stepper,
     StepTiming as StepTiming,
     async_stepper_of as async_stepper_of,

@@ -32,6 +32,8 @@ class StepTiming:
     """``(start, length)`` of each wait."""
     delay_compensation: str | None = None
     """Of a late update: ``"preview"`` or ``"none"``; None: it was not late."""
+    step_mode: str | None = None
+    """How it ran where that was chosen for it (``"auto"``): ``"sync"`` or ``"overlap"``."""
     preview_error: float | None = None
     """Of a late update, where it was measured: norm of the preview's error / of the update."""
 
@@ -44,14 +46,19 @@ class Stepper(ABC):
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
-    defers_unscale = False
-    """Gradients may be checked while they are scaled: unscaling goes along with the step."""
+    reads_beside = False
+    """An update that is not finished may read ``.grad``, on another thread."""
     measures_preview = False
     """Measure ``StepTiming.preview_error``."""
 
     @property
     def keeps_scaled(self) -> bool:
         """Some gradients are float16 or bfloat16 and so are never unscaled in place."""
+        return False
+
+    @property
+    def defers_unscale(self) -> bool:
+        """Gradients may be checked while they are scaled: unscaling goes along with the step."""
         return False
 
     @property

@@ -189,9 +189,9 @@ class GradScaler(torch.amp.GradScaler):
             stepper.wait_for_gradients()
 
     def _readers(self) -> list[Any]:
-        """Steppers whose step reads and writes ``.grad`` on another thread."""
+        """Steppers whose step may read and write ``.grad`` on another thread."""
         found = [ref() for ref in self._managed.values()]
-        return [stepper for stepper in found if stepper is not None and stepper.unscales]
+        return [stepper for stepper in found if stepper is not None and stepper.reads_beside]
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:

@@ -47,7 +47,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
 from accel_scaler import OrderError, StepError
-from accel_scaler.async_optimizer import async_stepper, blocks as blocks_module
+from accel_scaler.async_optimizer import async_stepper
+from accel_scaler.async_optimizer import blocks as blocks_module
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.optimizer_step import ModeChoice, spikes, stepper_of
 
@@ -1042,7 +1043,8 @@ def play(
             patch.setattr(replica_module, "SMALLEST_PART", 1 << 19)
         patch.setattr(spikes, "NORMS", NORMS)
         patch.setattr(spikes, "FIRST", FIRST)
-        patch.setattr(async_stepper, "ModeChoice", AnyMode)
+        chance = random.Random(len(calls))
+        patch.setattr(async_stepper, "ModeChoice", partial(AnyMode, chance))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         thread = Thread(device == "cpu" and any(name == "change_thread" for name, _ in calls))
         stack.callback(thread.end)
@@ -1065,12 +1067,12 @@ def play(
 class AnyMode(ModeChoice):
     """What a clock might make it choose, sooner: by chance, for each window anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, chance: random.Random) -> None:
         super().__init__()
-        self.random = random.Random(5)
+        self.chance = chance
 
     def note(self, *_: Any) -> bool:
-        self.is_beside = self.random.random() < 0.5
+        self.is_beside = self.chance.random() < 0.5
         return False
 
 

@@ -161,5 +161,5 @@ def test_ranks_that_measure_otherwise_choose_what_rank_0_does() -> None:
     for seed in range(5):
         left = list(answers)
         r = random.Random(seed)
-        assert play(lambda n, way: r.random(), asked) == expected
+        assert play(lambda n, way, r=r: r.random(), asked) == expected
         assert left == []

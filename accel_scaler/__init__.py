@@ -8,9 +8,11 @@ The import starts no thread, patches nothing and leaves the environment as it is
 Accelerate are imported with the first name that needs them.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .console import Sender
 from .errors import (
     AccelScalerError,
     ConfigError,
@@ -51,6 +53,8 @@ LAZY = {
     "detach": "integrations",
 }
 """Names that are imported on first use (PEP 562), and their modules."""
+
+logging.getLogger("accel_scaler").addHandler(Sender(logging.WARNING))
 
 if not TYPE_CHECKING:  # a type checker would accept any name
 

@@ -15,6 +15,7 @@ from .version import __version__
 
 EXAMPLE = """\
 example:
+  accel-scaler test
   accel-scaler launch --mixed_precision fp16 --telemetry run.jsonl train.py
   accel-scaler report run.jsonl
 
@@ -25,8 +26,8 @@ accel-scaler COMMAND --help shows the arguments of a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``accel-scaler``; returns the exit status.
 
-    0: done. 2: a wrong argument, setting or file, one line on stderr. ``launch`` returns the status
-    of the process that failed first. 130 after Ctrl-C.
+    0: done. 1: a row of ``test`` failed. 2: a wrong argument, setting or file, one line on stderr.
+    ``launch`` returns the status of the process that failed first. 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,6 +49,10 @@ def _run(argv: list[str]) -> int:
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
+    if argv[:1] == ["config"]:
+        from .launch.ask import main as ask
+
+        return ask(argv[1:])
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
         description="The optimizer step of Accelerate, checked: launch a script, report a run.",
@@ -57,6 +62,8 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
+    commands.add_parser("config", help="ask for a few settings of launch, and write them")
+    testing = commands.add_parser("test", help="try it on this machine; run this first")
     reporting = commands.add_parser("report", help="make a page of a telemetry file")
     for argument in argv[:1] + argv[1:] * (argv[:1] == ["report"]):
         option = argument.partition("=")[0]
@@ -67,6 +74,11 @@ def _run(argv: list[str]) -> int:
 
         report.add_arguments(reporting)
         return report.run(parser.parse_args(argv))
+    if argv[:1] == ["test"]:
+        from . import selftest
+
+        selftest.add_arguments(testing)
+        return selftest.run(parser.parse_args(argv))
     parser.parse_args(argv)  # --help, --version and errors exit here
     parser.print_help()
     return 0

@@ -13,10 +13,11 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from .config_file import read_config
 from .errors import AccelScalerError, ConfigError, refuse_retired, shown
@@ -103,15 +104,27 @@ def setting(default: Any, kind: Kind) -> Any:
     return field(default=default, metadata={"kind": kind})
 
 
-def choice(*choices: str) -> Any:
-    """A field that takes one of a few texts, by default the first."""
-    allowed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-    return setting(choices[0], Kind(allowed, lambda value: value in choices))
+def choice(default: str, literal: Any) -> Any:
+    """A field that takes the texts of a ``Literal``."""
+    *others, last = texts = get_args(literal)
+    allowed = f"{', '.join(map(repr, others))} or {last!r}"
+    return setting(default, Kind(allowed, lambda value: value in texts))
+
+
+StepMode = Literal["sync", "overlap", "delayed", "auto"]
+Compensation = Literal["auto", "preview", "none"]
+Offload = Literal["none", "cpu"]
+Masters = Literal["auto", "fp32", "none"]
+Search = Literal["auto", "replay", "always", "off"]
+Threads = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
     """Every setting of the scaler and of the optimizer step, checked on construction.
+
+    A text is read as a flag's: ``"1024"``, ``"true"``, ``"*.wo, h.3"``. HfArgumentParser takes the
+    class beside TrainingArguments.
 
     Raises:
         ConfigError: with the field, the value and what is allowed.
@@ -160,6 +173,7 @@ class ScalerConfig:
         telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the
             path each rank writes its own. Records are appended. accel-scaler report reads it.
         underflow_interval: With telemetry: every N windows record the largest gradient (headroom).
+        log_values: Add the scaler's values to the Trainer's log and to accelerator.log.
     """
 
     init_scale: float = setting(2.0**16, SCALE)
@@ -171,32 +185,26 @@ class ScalerConfig:
     max_scale: float | None = setting(None, optional(SCALE))
     hysteresis: int = setting(1, COUNT)
     sharded: bool = setting(False, SWITCH)
-    step_mode: Literal["sync", "overlap", "delayed", "auto"] = choice(
-        "sync", "overlap", "delayed", "auto"
-    )
+    step_mode: StepMode = choice("sync", StepMode)
     delay_warmup_steps: int = setting(0, count(0))
-    delay_compensation: Literal["auto", "preview", "none"] = choice("auto", "preview", "none")
-    offload: Literal["none", "cpu"] = choice("none", "cpu")
-    master_weights: Literal["auto", "fp32", "none"] = choice("auto", "fp32", "none")
-    optimizer_threads: int | Literal["auto"] = setting("auto", THREADS)
+    delay_compensation: Compensation = choice("auto", Compensation)
+    offload: Offload = choice("none", Offload)
+    master_weights: Masters = choice("auto", Masters)
+    optimizer_threads: Threads = setting("auto", THREADS)
     fold_unscale: bool = setting(False, SWITCH)
     skip_nonfinite: bool = setting(True, SWITCH)
     skip_norm_above: float | str | None = setting(None, optional(NORM))
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
-    find_overflow: Literal["auto", "replay", "always", "off"] = choice(
-        "auto", "replay", "always", "off"
-    )
+    find_overflow: Search = choice("auto", Search)
     heal: bool = setting(False, SWITCH)
-    fp32_modules: tuple[str, ...] = setting((), GLOBS)
-    telemetry: str | os.PathLike[str] | None = setting(None, optional(PATH))
+    fp32_modules: Sequence[str] = setting((), GLOBS)
+    telemetry: os.PathLike[str] | str | None = setting(None, optional(PATH))
     underflow_interval: int = setting(100, COUNT)
+    log_values: bool = setting(True, SWITCH)
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            check_field(name, getattr(self, name))
-        object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
-        if self.telemetry is not None:
-            object.__setattr__(self, "telemetry", os.fspath(self.telemetry))
+        for name in FIELDS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
         low, scale, high = self.min_scale or 0.0, self.init_scale, self.max_scale or MAX_FLOAT32
         if not low <= scale <= high:
             raise ConfigError(
@@ -225,9 +233,11 @@ class ScalerConfig:
         Raises as :meth:`from_env`, and for a file that cannot be read."""
         return merge((str(path), read_config(path)[0]))[0]
 
-    def to_env(self) -> dict[str, str]:
-        """The variables from which ``from_env`` makes this config; without defaults."""
-        return {ENV_PREFIX + name.upper(): _text(value) for name, value in self.changed().items()}
+    def to_env(self, named: Iterable[str] = ()) -> dict[str, str]:
+        """The variables from which ``from_env`` makes this config: of fields that differ from their
+        defaults, and of those ``named``."""
+        values = {name: getattr(self, name) for name in named} | self.changed()
+        return {ENV_PREFIX + name.upper(): _text(value) for name, value in values.items()}
 
     @property
     def finds_overflow(self) -> Literal["watch", "replay", "always", "off"]:
@@ -240,13 +250,41 @@ class ScalerConfig:
         return "watch" if is_wanted else "off"
 
     def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order."""
-        values = {name: getattr(self, name) for name in FIELDS}
-        return {name: value for name, value in values.items() if value != FIELDS[name].default}
+        """The fields that differ from their defaults, in order: also a mapping for ``attach``."""
+        return {n: v for n, spec in FIELDS.items() if (v := getattr(self, n)) != spec.default}
+
+
+class Settings(TypedDict, total=False):
+    """The fields of :class:`ScalerConfig` as keywords, for editors and type checkers."""
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    enabled: bool
+    min_scale: float | None
+    max_scale: float | None
+    hysteresis: int
+    sharded: bool
+    step_mode: StepMode
+    delay_warmup_steps: int
+    delay_compensation: Compensation
+    offload: Offload
+    master_weights: Masters
+    optimizer_threads: Threads
+    fold_unscale: bool
+    skip_nonfinite: bool
+    skip_norm_above: float | str | None
+    max_consecutive_skips: int | None
+    find_overflow: Search
+    heal: bool
+    fp32_modules: Sequence[str]
+    telemetry: os.PathLike[str] | str | None
+    underflow_interval: int
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = ScalerConfig.__dataclass_fields__
-"""Every field; its ``metadata`` holds the ``kind``."""
+KINDS: dict[str, Kind] = {name: spec.metadata["kind"] for name, spec in FIELDS.items()}
 
 _, _, _rows = inspect.cleandoc(ScalerConfig.__doc__ or "").partition("Attributes:\n")
 ABOUT = {
@@ -254,6 +292,12 @@ ABOUT = {
     for name, text in re.findall(r"^    (\w+): ((?:.|\n {8})+)", _rows, re.MULTILINE)
 }
 """The help of each field, from the docstring."""
+
+# HfArgumentParser makes flags of the fields: ``metadata`` is for argparse, and a text that is of no
+# single type it is to hand on as it is.
+for _name, _spec in FIELDS.items():
+    _spec.metadata = MappingProxyType({"help": f"{ABOUT[_name]} Takes {KINDS[_name].allowed}."})
+ScalerConfig.__annotations__ |= {"optimizer_threads": "str", "fp32_modules": "str"}
 
 Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field; texts are converted."""
@@ -275,12 +319,8 @@ def merge(
     origin: dict[str, str] = {}
     for source, given in sources:
         for name, value in given.items():
-            if isinstance(value, str) and name in FIELDS:
-                with suppress(ValueError):  # what cannot be converted is refused as it is
-                    value = FIELDS[name].metadata["kind"].convert(value)
             try:
-                check_field(name, value)
-                values[name], origin[name] = value, source
+                values[name], origin[name] = checked(name, value), source
             except ConfigError as error:
                 refuse(f"{source}: {error}")
     try:
@@ -297,16 +337,22 @@ def environment(environ: Mapping[str, str]) -> Source:
     return "environment", {key[len(ENV_PREFIX) :].lower(): texts[key] for key in texts}
 
 
-def check_field(name: Any, value: object) -> None:
-    """Raise ``ConfigError`` for a name of no field, or a value that the field does not take."""
+def checked(name: Any, value: Any) -> Any:
+    """``value`` as a config holds it: a text is read, a list a tuple, a path a text. Raises
+    ``ConfigError`` for a name of no field, or a value that the field does not take."""
     if name not in FIELDS:
         refuse_retired(str(name))
         fields = f"The fields are {', '.join(FIELDS)}."
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")
-    kind: Kind = FIELDS[name].metadata["kind"]
+    kind = KINDS[name]
+    if isinstance(value, str):
+        with suppress(ValueError):  # what cannot be converted is refused as it is
+            value = kind.convert(value)
     if not kind.check(value):
         refuse_retired(f"{name}={value!r}")
         raise ConfigError(f"{name}: got {shown(value)}, expected {kind.allowed}.")
+    value = tuple(value) if isinstance(value, list) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def suggestion(written: str, known: Iterable[str], otherwise: str) -> str:

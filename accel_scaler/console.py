@@ -1,11 +1,21 @@
-"""Printing for commands, and numbers in words."""
+"""Printing for commands, warnings with their sender, and numbers in words."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
 from typing import Any
+
+
+class Sender(logging.Handler):
+    """Where a script configures no logging, Python prints a bare warning: print who sends it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = [h for h in logging.getLogger(record.name).handlers if h is not self]
+        if not (others or logging.root.handlers):
+            print(f"{record.name}: {self.format(record)}", file=sys.stderr)
 
 
 def plain(text: str) -> str:

@@ -8,8 +8,10 @@ those lack, and may lack it, too.
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,16 @@ def device_name(device: torch.device) -> str:
         ask = getattr(torch.get_device_module(device), "get_device_name", None)
         return device.type if ask is None else str(ask(device))
     return platform.processor() or platform.machine()
+
+
+def peak_memory() -> dict[str, float]:
+    """The most bytes that this process had so far: of tensors on the accelerator, as its allocator
+    counts, and in all on the host; what cannot be asked for is left out. Waits for nothing."""
+    ask = getattr(torch.get_device_module(present_type()), "max_memory_allocated", int)
+    status = Path("/proc/self/status")  # Linux; ru_maxrss begins with that of the parent process
+    host = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
+    found = {"device_peak_bytes": ask(), "host_peak_bytes": int(host[1]) * 1024 if host else 0}
+    return {name: size for name, size in found.items() if size}
 
 
 def is_capturing() -> bool:

@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("", "launch", "report")
+COMMANDS = ("", "test", "config", "launch", "report")
 ROLE = re.compile(r":(?:class|meth|func|attr|mod):`~?([\w.]+)`")
 FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:[^\"> ]+)")
 SESSION = re.compile(r"((?:^(?:>>>|\.\.\.) .*\n?)+)", re.MULTILINE)
@@ -107,13 +107,13 @@ def as_tables(text: str) -> str:
 
 def settings() -> str:
     """Every field of the one table in ``accel_scaler/config.py``: a heading and its text each."""
-    from accel_scaler.config import ABOUT, FIELDS
+    from accel_scaler.config import ABOUT, FIELDS, KINDS
 
     parts = []
     for name, spec in FIELDS.items():
         parts.append(
             f"## `{name}`\n\n{ABOUT[name]}\n\n"
-            f"Default `{spec.default!r}`. Takes {spec.metadata['kind'].allowed}.\n"
+            f"Default `{spec.default!r}`. Takes {KINDS[name].allowed}.\n"
         )
     return "\n".join(parts)
 

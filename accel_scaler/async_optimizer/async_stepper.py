@@ -34,6 +34,7 @@ from ..optimizer_step import (
     StepTiming,
     async_stepper_of,
     register,
+    rule_of,
     unregister,
 )
 from ..scaling import (
@@ -45,8 +46,6 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .arena import MASTER
-from .blocks import rule_of
 from .delayed import DelayedUpdates, entry_of, without_master
 from .grad_handoff import (
     forbid_sparse,
@@ -61,7 +60,7 @@ from .grad_handoff import (
     unscale_in_place,
 )
 from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_wait
-from .master_params import MasterRule
+from .master_params import MASTER, MasterRule
 from .pending_parameter import (
     GradientHold,
     hold_gradients,

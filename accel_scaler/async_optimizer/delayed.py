@@ -13,26 +13,18 @@ import torch
 from torch import Tensor
 
 from ..errors import StepError
-from .arena import MASTER
+from .master_params import MASTER
 from .preview import make_previews
 from .replica import Replica
 from .worker import Task, Worker
 
 
 class DelayedUpdates:
-    """Of one stepper. Every method is called under its lock, or while nothing is in flight.
-
-    Args:
-        compensation: ``delay_compensation``.
-        warmup_steps: the first steps, which are not stale.
-    """
+    """Of one stepper, whose first ``warmup_steps`` are not stale. Every method is called under its
+    lock, or while nothing is in flight."""
 
     def __init__(
-        self,
-        replica: Replica,
-        worker: Worker,
-        compensation: str,
-        warmup_steps: int,
+        self, replica: Replica, worker: Worker, compensation: str, warmup_steps: int
     ) -> None:
         self._replica, self._streams, self._worker = replica, replica.streams, worker
         self._warmup_steps = warmup_steps
@@ -67,8 +59,7 @@ class DelayedUpdates:
         previews, streams = self.previews, self._streams
         if previews is None or not self.is_stale(steps) or not self._replica.has_settings:
             return
-        prepared = previews.begin()
-        if prepared is None:
+        if (prepared := previews.begin()) is None:
             return
         after = streams.record_at_home()
 
@@ -93,10 +84,7 @@ class DelayedUpdates:
 
     def finish_preparation(self) -> bool:
         """Wait until nothing is prepared: that reads masters and state. Whether there was any.
-
-        Raises:
-            StepError: it failed.
-        """
+        Raises ``StepError`` where it failed."""
         task = self._preparation
         if task is None or self.previews is None:
             return False

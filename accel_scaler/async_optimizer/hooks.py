@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ from torch.optim import Optimizer
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
 from ..scaling import parameters_of
-from .arena import MASTER
 from .async_stepper import AsyncStepper
 from .delayed import without_master
 from .inflight_step import WaitAt
-from .master_params import ParameterPair
+from .master_params import MASTER, ParameterPair
 from .pending_parameter import outside_transforms
 from .replica import is_empty
 from .shared_memory import are_tied
@@ -31,26 +31,21 @@ from .shared_memory import are_tied
 logger = logging.getLogger("accel_scaler")
 
 
+@dataclass(eq=False, repr=False)
 class SyncHooks:
-    """The hooks of one stepper, which is closed where they cannot be registered.
+    """The hooks of one stepper, which is closed where they cannot be registered."""
 
-    Args:
-        holder: calls :meth:`close`; None: its life is not watched.
-        models: returns the models to watch before state is loaded.
-    """
+    stepper: AsyncStepper
+    holder: InitVar[object | None]
+    """Calls :meth:`close`; None: its life is not watched."""
+    find_models: Callable[[], Iterable[Module]]
+    """Returns the models to watch before state is loaded."""
+    owner: weakref.WeakMethod[Callable[[], None]] | None = None
+    """Called where another optimizer takes over; is to call :meth:`close`."""
 
-    def __init__(
-        self,
-        stepper: AsyncStepper,
-        holder: object | None = None,
-        models: Callable[[], Iterable[Module]] = tuple,
-    ) -> None:
-        self.stepper = stepper
-        stepper.hooks = self
+    def __post_init__(self, holder: object | None) -> None:
+        self.stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
-        self._find_models = models
-        self.owner: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Called where another optimizer takes over; is to call :meth:`close`."""
         self._handles: list[Any] = []
         self._models: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
         """Whether they hold some of the optimizer's parameters, as of ``_ids``."""
@@ -60,9 +55,8 @@ class SyncHooks:
         """All that have hooks."""
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
-        self._compiled: list[tuple[weakref.ref[Module], Any, Any]] = []
         self._loading: Any = None
-        optimizer = stepper.optimizer
+        optimizer = self.stepper.optimizer
         try:
             add = self._handles.append
             add(optimizer.register_state_dict_pre_hook(self._before_saving))
@@ -80,13 +74,8 @@ class SyncHooks:
 
     def close(self, is_replaced: bool = False) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
-
-        Args:
-            is_replaced: nothing steps the optimizer any more: its state stays where it is.
-
-        Raises:
-            StepError: the step in flight failed; everything is removed all the same.
-        """
+        ``is_replaced``: nothing steps the optimizer any more: its state stays where it is. Raises
+        ``StepError`` where the step in flight failed; everything is removed all the same."""
         stepper = self.stepper
         try:
             stepper.close()
@@ -112,12 +101,8 @@ class SyncHooks:
         gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
         left = {key: found.pop(key) for key in gone}
         saved = optimizer.state_dict()
-        state: dict[Any, Any] = {}
-        for index, entry in saved["state"].items():
-            if isinstance(entry, dict):
-                entry = without_master(entry)
-            if not is_empty(entry) or not isinstance(index, int):
-                state[index] = entry
+        entries = {key: without_master(entry) for key, entry in saved["state"].items()}
+        state = {k: e for k, e in entries.items() if not (is_empty(e) and isinstance(k, int))}
         self._remove()
         optimizer.load_state_dict({**saved, "state": state})
         optimizer.state.update(left)
@@ -126,11 +111,6 @@ class SyncHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for ref, own, wrapper in self._compiled:
-            module = ref()
-            if module is not None and module._compiled_call_impl is wrapper:
-                module._compiled_call_impl = own
-        self._compiled.clear()
 
     # On the optimizer.
 
@@ -174,17 +154,14 @@ class SyncHooks:
     def _after_loading(self, optimizer: Optimizer) -> None:
         loaded, self._loading = self._loading, None
         if loaded is not None:
-            self.watch(self._find_models())
+            self.watch(self.find_models())
             self.stepper.load(loaded)
 
     # On models.
 
     def watch(self, models: Iterable[Module]) -> None:
-        """Put hooks on models that hold some of the optimizer's parameters; once each.
-
-        Raises:
-            UnsupportedError: a model whose reads cannot be seen where they would have to be.
-        """
+        """Put hooks on models that hold some of the optimizer's parameters; once each. Raises
+        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be."""
         stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
@@ -271,37 +248,29 @@ class SyncHooks:
                 if _is_compiled(module):
                     stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
                     self._hook_root(module, stepper)
-                own = module._compiled_call_impl
-                if own is None or any(own is wrapper for _, _, wrapper in self._compiled):
-                    continue
-                stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
-                wrapper = _waiting_first(stepper, own, module)
-                module._compiled_call_impl = wrapper
-                self._compiled.append((weakref.ref(module), own, wrapper))
+                calls = _compiled_calls(module)
+                if calls and not any(call in self._handles for call in calls):
+                    stepper.wait_at = max(stepper.wait_at, WaitAt.FORWARD)
+                    self._handles.append(_CompiledCall(stepper, module))
 
 
 class _Hook:
-    """On a module. Knows the stepper weakly, and compiled code does not know it.
-
-    Args:
-        run: what is done before the module is used.
-    """
+    """On a module: does ``run`` before it is used. Knows the stepper weakly, and compiled code does
+    not know it."""
 
     def __init__(self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Any], object]) -> None:
         self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run
 
     def __reduce__(self) -> Any:
         # The module is copied or pickled, its layers after its hooks.
-        stepper = self._stepper()
-        if stepper is not None:
+        if (stepper := self._stepper()) is not None:
             stepper.synchronize()
         return inert()
 
     def __call__(self, module: Module, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return  # traced to nothing, a hook does not break the graph of a compiled model
-        stepper = self._stepper()
-        if stepper is None:  # dropped, perhaps with an update on its way
+        if (stepper := self._stepper()) is None:  # dropped, perhaps with an update on its way
             self._streams.follow_last(on_host=True)
             return
         with outside_transforms():
@@ -316,14 +285,10 @@ def _before_forward(stepper: AsyncStepper, module: Module) -> None:
             stepper.synchronize()  # an evaluation sees the newest parameters
             return
         stepper.begin_forward()
-    if stepper.wait_at >= WaitAt.FORWARD and not is_fsdp2(module):  # which waits at gathers
+    # FSDP2 waits at its gathers, unless the hooks there are traced.
+    waits_later = is_fsdp2(module) and module._compiled_call_impl is None
+    if stepper.wait_at >= WaitAt.FORWARD and not waits_later:
         stepper.finish_model()
-
-
-def _before_compiled_call(stepper: AsyncStepper, module: Module) -> None:
-    """Of a module compiled in place, whose own hooks are traced."""
-    _before_forward(stepper, module)
-    stepper.finish_model()
 
 
 def _before_gather(stepper: AsyncStepper, module: Any) -> None:
@@ -335,28 +300,41 @@ def _before_gather(stepper: AsyncStepper, module: Any) -> None:
         stepper.finish_model()
     else:
         stepper.finish_parameters(p for each in together for p in _own_parameters(each))
-    stepper.streams.wait_for_followed()  # it gathers on streams of its own
+    stepper.streams.wait_on_host(stepper.streams.followed)  # it gathers on streams of its own
 
 
-def _waiting_first(stepper: AsyncStepper, call: Any, module: Module) -> Callable[..., Any]:
-    """A compiled call that waits for the optimizer thread before it starts."""
-    hook, ref = _Hook(stepper, _before_compiled_call), weakref.ref(module)
+class _CompiledCall:
+    """The call of a module compiled in place: waits, then makes the call whose place it has taken,
+    which may be one of another stepper."""
 
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        module = ref()
-        if module is not None:
-            hook(module)
-        return call(*args, **kwargs)
+    def __init__(self, stepper: AsyncStepper, module: Module) -> None:
+        self._wait, self._module = _Hook(stepper, _before_forward), weakref.ref(module)
+        self._compiled_call_impl: Any = module._compiled_call_impl
+        module._compiled_call_impl = self
 
-    return waiting
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (module := self._module()) is not None:
+            self._wait(module)
+        return self._compiled_call_impl(*args, **kwargs)
+
+    def remove(self) -> None:
+        module = self._module()
+        for at in [module, *_compiled_calls(module)]:
+            if getattr(at, "_compiled_call_impl", None) is self:
+                at._compiled_call_impl = self._compiled_call_impl
+
+
+def _compiled_calls(module: Any) -> list[Any]:
+    """What a call of ``module`` goes through, if it was compiled in place; else []."""
+    inner = getattr(module, "_compiled_call_impl", None)
+    return [] if inner is None else [inner, *_compiled_calls(inner)]
 
 
 def _is_compiled(module: Module) -> bool:
     """Whether the call of this module runs hooks, and then compiled code."""
-    if isinstance(module, torch._dynamo.OptimizedModule):
-        return True
     own = module.__dict__.get("forward")
-    return own is not None and hasattr(own, "_torchdynamo_orig_callable")
+    is_wrapper = isinstance(module, torch._dynamo.OptimizedModule)
+    return is_wrapper or hasattr(own, "_torchdynamo_orig_callable")
 
 
 def _own_parameters(module: Module) -> Iterator[Tensor]:

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -66,45 +66,37 @@ class Update:
     """Receives parameters that were edited where no version counts; None: do not look."""
 
 
+@dataclass(eq=False)
 class InflightStep:
     """Made by :class:`.async_stepper.AsyncStepper` for each update; dies with it.
 
     It has a part for each part of the replica (one, for a function given to ``submit()``). With
     ``publishes_first`` as many come before them that only publish: newer masters, or previews.
-
-    Args:
-        owner: kept alive until the work is done.
-        is_stale: the update is published at the next boundary.
-        measures: compare the preview with the update, into ``timing``.
-        number: of the update, in errors.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        replica: Replica,
-        update: Update,
-        *,
-        publishes_first: bool,
-        is_stale: bool,
-        measures: bool,
-        number: int,
-    ) -> None:
-        self.replica, self.streams, self.number = replica, replica.streams, number
-        self.is_stale = is_stale
-        self.is_submitted = update.fn is not None
-        parts = len(replica.parts)
+    owner: InitVar[object]
+    """Kept alive until the work is done."""
+    replica: Replica
+    update: InitVar[Update]
+    publishes_first: InitVar[bool]
+    is_stale: bool
+    """The update is published at the next boundary."""
+    measures: bool
+    """Compare the preview with the update, into ``timing``."""
+    number: int
+    """Of the update, in errors."""
+    hold: ParameterHold | None = None
+    events: list[Any] = field(default_factory=list)
+    """Where on the device each part done ends; one more after a failure."""
+
+    def __post_init__(self, owner: object, update: Update, publishes_first: bool) -> None:
+        self.streams, self.is_submitted = self.replica.streams, update.fn is not None
+        parts = len(self.replica.parts)
         self.lead = parts if publishes_first else 0
         """Parts that only publish."""
-        self.events: list[Any] = []
-        """Where on the device each part done ends; one more after a failure."""
-        self.hold: ParameterHold | None = None
-        self._measures = measures
         # The task drops its function once it is done, and with it gradients and owner.
         work = partial(self._work, owner, update)
         self.task = Task(work, self.lead + (1 if self.is_submitted else parts))
-        if is_stale:
-            self.timing.delay_compensation = "none" if update.previews is None else "preview"
 
     @property
     def timing(self) -> StepTiming:
@@ -122,9 +114,7 @@ class InflightStep:
         return self.lead > 0 or not self.is_stale
 
     def hold_parameters(
-        self,
-        wait: Callable[[InflightStep, int], int],
-        fence: Callable[[], bool] | None = None,
+        self, wait: Callable[[InflightStep, int], int], fence: Callable[[], bool] | None = None
     ) -> None:
         """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
         :class:`.pending_parameter.ParameterHold`."""
@@ -256,7 +246,7 @@ class InflightStep:
         # With state on the host the model is on a device, where it may be written to meanwhile.
         is_near = self.streams.is_host or not replica.offload
         error: PreviewError | None = None
-        if self._measures and update.previews is not None and is_near:
+        if self.measures and update.previews is not None and is_near:
             stepped = zip(replica.ordered, grads, strict=True)
             pairs = [p for p, g in stepped if p.is_master and g is not None]
             error = PreviewError(pairs) if pairs else None

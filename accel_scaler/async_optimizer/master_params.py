@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
+from ..optimizer_step import Arena, Placed
 from ..scaling import LOW_PRECISION, local
-from .arena import MASTER, Arena, Where
 from .shared_memory import place_of
 from .streams import SideStreams
+
+MASTER = "master"
+"""The key of a parameter's float32 master, in its arena and in its saved state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class MasterRule:
         return self.every or p.dtype in self.dtypes
 
 
-class ParameterPair:
+class ParameterPair(Placed):
     """One parameter of the model and what is stepped in its place."""
 
     def __init__(self, param: Tensor, group: int) -> None:
@@ -61,16 +64,9 @@ class ParameterPair:
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
-        self.arena: Arena
-        self.slot: int
-        """Where the master is, and its state."""
         self.host_grad: Tensor | None = None
-        """Host memory, where the gradient lands."""
-        self.staging: Tensor | None = None
-        """Host memory, from which new values are sent to the device: ``host_grad``, which the
-        update has read by then, or in ``delayed`` a buffer of its own."""
-        self.preview: Tensor | None = None
-        """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
+        """Host memory, where the gradient lands. It is ``staging``, too, since the update has read
+        it by then; in ``delayed`` that has memory of its own."""
         self.guard: Any = None
         """The handle of the hook that waits before a backward adds to the gradient."""
 
@@ -86,11 +82,6 @@ class ParameterPair:
         kind = getattr(self.param, "grad_dtype", self.param.dtype)
         if kind not in {torch.float32, *LOW_PRECISION}:  # those are float32 by then
             self.stepped.grad_dtype = kind
-
-    @property
-    def has_state(self) -> bool:
-        """Its optimizer state is known, as of the last step that was handed over."""
-        return self.arena.where[self.slot] is Where.HERE
 
     @property
     def is_rounded(self) -> bool:

@@ -38,10 +38,10 @@ class AsyncOptimizer(Optimizer):
     >>> optimizer.step()          # checks, updates the scale, hands the update over
     >>> optimizer.zero_grad()
 
-    ``mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
-    awaited where it is next used. ``mode="delayed"`` updates float32 masters, which are published
-    one step late; until then the model has a preview (``delay_compensation``). ``mode="sync"``
-    steps at once. float16 and bfloat16 parameters train through float32 masters in every mode.
+    ``step_mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
+    awaited where it is next used. ``"delayed"`` updates float32 masters, which are published one
+    step late; until then the model has a preview (``delay_compensation``). ``"sync"`` steps at
+    once. float16 and bfloat16 parameters train through float32 masters in every mode.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
@@ -58,7 +58,7 @@ class AsyncOptimizer(Optimizer):
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
-        mode: ``"overlap"``, ``"delayed"`` or ``"sync"``: ``step_mode`` of ``ScalerConfig``.
+        step_mode: ``"overlap"``, ``"delayed"`` or ``"sync"``, as in ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
         observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
             ``scaler`` does. Ignored where the scaler has a boundary already.
@@ -78,12 +78,14 @@ class AsyncOptimizer(Optimizer):
         model: Module | None = None,
         *,
         scaler: GradScaler | None = None,
-        mode: str = "overlap",
+        step_mode: str = "overlap",
         offload: str = "none",
         observer: Observer | None = None,
         **settings: Any,
     ) -> None:
-        config, _ = merge(("AsyncOptimizer", {"step_mode": mode, "offload": offload, **settings}))
+        step_mode = settings.pop("mode", step_mode)  # its earlier name
+        given = {"step_mode": step_mode, "offload": offload, **settings}
+        config, _ = merge(("AsyncOptimizer", given))
         if foreign := settings.keys() - SETTINGS:
             raise ConfigError(
                 f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "
@@ -171,7 +173,7 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: the step before failed; says which parameters it had updated.
             OrderError: closed, or (with ``scaler``) no loss was scaled.
-            UnsupportedError: a closure.
+            ConfigError: a closure.
         """
         self._check_open("step")
         if closure is not None:
@@ -207,7 +209,7 @@ class AsyncOptimizer(Optimizer):
         """Unscale, check and clip the total norm of the gradients, before :meth:`step`.
 
         Args:
-            parameters: default: all of this optimizer's.
+            parameters: default: all of this optimizer's. Their order is that of the norm's sum.
 
         Returns the norm before clipping, unscaled, float32, shape (), summed in the order of
         ``parameters`` (by default the optimizer's, not the model's); inf after an overflow.
@@ -261,22 +263,15 @@ class AsyncOptimizer(Optimizer):
     @untraced
     def synchronize(self) -> None:
         """Wait for the step in flight and publish it: parameters and state are the newest then.
-
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published.
-
-        Raises:
-            StepError: it failed.
-        """
+        streams, where a newer value is published. Raises ``StepError`` where it failed."""
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
-        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`.
-
-        Parameters that hold less than their float32 ``master`` add it to their entries.
-        """
+        """As torch writes it for the wrapped optimizer, after :meth:`synchronize`. Parameters that
+        hold less than their float32 ``master`` add it to their entries."""
         with self._stepper.still():
             return self.optimizer.state_dict()
 
@@ -300,11 +295,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def close(self) -> None:
-        """Finish, publish, stop the thread, remove every hook. The optimizer is as before.
-
-        Raises:
-            StepError: the step in flight failed; closed all the same.
-        """
+        """Finish, publish, stop the thread, remove every hook. The optimizer is as before. Raises
+        ``StepError`` where the step in flight failed; closed all the same."""
         if self._closed:
             return
         self._forbid_inside("close")
@@ -347,7 +339,7 @@ class AsyncOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"AsyncOptimizer(mode={self._config.step_mode!r}, {self.optimizer!r})"
+        return f"AsyncOptimizer(step_mode={self._config.step_mode!r}, {self.optimizer!r})"
 
 
 def step_beside(
@@ -358,13 +350,9 @@ def step_beside(
     models: Callable[[], Iterable[Module]] = tuple,
     **options: Any,
 ) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed.
-
-    Args:
-        holder: closes them; where it is gone without that, the next caller does.
-        models: returns those that hold the parameters, once they are known.
-        options: arguments of :class:`AsyncStepper`.
-    """
+    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed: by ``holder``, or
+    the next caller where that one is gone. ``models`` returns those that hold the parameters, once
+    they are known; ``options`` are arguments of :class:`AsyncStepper`."""
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
         if left.hooks is None:  # interrupted while it was made

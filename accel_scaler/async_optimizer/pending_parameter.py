@@ -181,11 +181,8 @@ def _pending_in(value: Any) -> Iterator[Any]:
 
 
 def _wait_for(t: Any, everywhere: bool = True) -> None:
-    """Wait for the update of ``t``, or for the step that reads it. Any thread.
-
-    Args:
-        everywhere: for whatever stream uses it then. Else for the present one alone, and
-            :func:`_take_back` follows.
+    """Wait for the update of ``t``, or for the step that reads it, ``everywhere``: for whatever
+    stream uses it then; else for the present one alone, and :func:`_take_back` follows. Any thread.
     """
     if type(t) is PendingGradient:
         _wait_for_gradient(t, everywhere)
@@ -197,8 +194,7 @@ def _wait_for(t: Any, everywhere: bool = True) -> None:
                 _CLASS.__set__(t, nn.Parameter)
                 return
         asked = mark
-        hold = mark.hold()
-        if hold is not None:
+        if (hold := mark.hold()) is not None:
             hold.wait_for(t, everywhere)
         elif mark.follow(everywhere):
             _release([t], mark)
@@ -263,50 +259,42 @@ class _Mark:
         return self.order.is_past(wait=everywhere)
 
 
+@dataclass(eq=False)
 class ParameterHold:
-    """Parameters that wait for the parts of one task. A parameter has one hold at a time.
+    """Parameters that wait for the parts of one task. A parameter has one hold at a time."""
 
-    Args:
-        params: in the order of their parts.
-        ends: for each part, how many of ``params`` are ready when it is done.
-        part_of: ``id(parameter)`` -> parts that must be done for it.
-        wait: called with a number of parts, on the thread that uses a parameter; returns how many
-            are done (at least that many), or raises ``StepError``.
-        order: the parts on the device, where ``wait`` orders the present stream only. None: what
-            was waited for is done.
-        fence: called first, on the thread that uses a parameter, until it is lifted. Returns
-            whether all is done by now. Else the use waits for its part, and the parameter stays
-            pending.
-    """
+    params: Sequence[Tensor]
+    """In the order of their parts."""
+    ends: Sequence[int]
+    """For each part, how many of ``params`` are ready when it is done."""
+    part_of: dict[int, int]
+    """``id(parameter)`` -> parts that must be done for it."""
+    wait: Callable[[int], int]
+    """Called with a number of parts, on the thread that uses a parameter; returns how many are done
+    (at least that many), or raises ``StepError``."""
+    order: PartEvents | None = None
+    """The parts on the device, where ``wait`` orders the present stream only. None: what was waited
+    for is done."""
+    fence: Callable[[], bool] | None = None
+    """Called first, on the thread that uses a parameter, until it is lifted. Returns whether all is
+    done by now. Else the use waits for its part, and the parameter stays pending."""
+    was_traced: bool = False
+    """A compiled function has met one of the parameters while it was pending."""
+    _released: int = 0
+    """How many of ``params``, from the first on."""
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        ends: Sequence[int],
-        part_of: dict[int, int],
-        wait: Callable[[int], int],
-        order: PartEvents | None = None,
-        fence: Callable[[], bool] | None = None,
-    ) -> None:
-        self.params, self.ends, self.part_of, self._wait = params, ends, part_of, wait
-        self._order, self.fence = order, fence
-        self._released = 0
-        """How many of ``params``, from the first on."""
-        self.was_traced = False
-        """A compiled function has met one of the parameters while it was pending."""
-        self._mark = _Mark(weakref.ref(self), order, None if fence is None else self)
-        wait_for_parameters(params)
+    def __post_init__(self) -> None:
+        self._mark = _Mark(weakref.ref(self), self.order, None if self.fence is None else self)
+        wait_for_parameters(self.params)
         try:
-            _hold(params, self._mark, PendingParameter)
+            _hold(self.params, self._mark, PendingParameter)
         except BaseException:  # Ctrl-C, with some of them held
             self.release()
             raise
 
     def wait_for(self, p: Tensor, everywhere: bool = True) -> None:
-        """Wait for ``p``, and restore the class of every parameter that is ready.
-
-        Arguments as of ``_wait_for``.
-        """
+        """Wait for ``p``, and restore the class of every parameter that is ready. Arguments as of
+        ``_wait_for``."""
         with outside_transforms():
             fence, part = self.fence, self.part_of[id(p)]
             if is_in_compiled_call():
@@ -317,14 +305,14 @@ class ParameterHold:
             if fence is not None and fence():
                 return
             try:
-                done = self._wait(part)
+                done = self.wait(part)
             except StepError:
                 self.release()
                 raise
             if fence is not None:
                 if everywhere:
                     _release([p], self._mark)
-            elif self._order is None or self._order.is_past(part, wait=everywhere):
+            elif self.order is None or self.order.is_past(part, wait=everywhere):
                 self.release(done)
 
     def lift_fence(self) -> None:
@@ -342,10 +330,8 @@ class ParameterHold:
 
 @dataclass(slots=True, eq=False)
 class GradientHold:
-    """Gradients that the optimizer thread reads until a part of its task is done.
-
-    Each of them refers to it, so that nothing keeps a gradient that its owner has dropped.
-    """
+    """Gradients that the optimizer thread reads until a part of its task is done. Each of them
+    refers to it, so that nothing keeps a gradient that its owner has dropped."""
 
     wait: Callable[[], object]
     """Called on the thread that uses one; raises ``StepError`` where the step was lost."""
@@ -368,10 +354,7 @@ def is_held(grad: Any) -> bool:
 @untraced
 def wait_for_gradients(params: Iterable[Tensor]) -> None:
     """Wait until no step reads ``.grad`` of ``params``; the present stream may write to it then.
-
-    Raises:
-        StepError: the step that had one of them failed.
-    """
+    Raises ``StepError`` where the step that had one of them failed."""
     grads: list[Any] = list(map(_grad_of, params))
     if PendingGradient in set(map(type, grads)):
         for grad in filter(is_held, grads):

@@ -42,8 +42,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from ..errors import UnsupportedError
+from ..optimizer_step import Block, Placed, Run, stretches
 from ..scaling import LOW_PRECISION, DeferredUnscale
-from .blocks import Block, Run, stretches
 from .master_params import ParameterPair
 from .replica import Part, Replica, frozen
 from .supported_optimizers import is_known
@@ -249,7 +249,7 @@ class Behind:
     def __init__(
         self,
         prepared: Prepared,
-        pairs: Sequence[ParameterPair],
+        pairs: Sequence[Placed],
         rule: PreviewRule,
         count: float,
         writes: bool = True,
@@ -400,9 +400,8 @@ class Previews:
             for a, b in stretches([not due[place] for place in places], [in_blocks] * len(places)):
                 for block in run.blocks_of(a, b) if in_blocks else ():
                     run.gather(block, mine, DeferredUnscale(), copies=True)
-                    pairs = run.pairs[block.places]
-                    shares = [prepared.shares[id(pair)] for pair in pairs]
-                    _add_shares(run, block, shares, scaled[block.places])
+                    shares = [prepared.shares[id(run.pairs[i])] for i in block.places]
+                    _add_shares(run, block, shares, [scaled[i] for i in block.places])
                 for place in () if in_blocks else range(a, b):
                     share = prepared.shares[id(run.pairs[place])]
                     self._add_share(run.pairs[place], mine[place], share, scaled[place])
@@ -410,9 +409,7 @@ class Previews:
             if not is_due and id(pair.param) in newer:
                 pair.publish(self._streams)
 
-    def _add_share(
-        self, pair: ParameterPair, grad: Tensor | None, share: Share, factor: float
-    ) -> None:
+    def _add_share(self, pair: Placed, grad: Tensor | None, share: Share, factor: float) -> None:
         """:func:`_add_shares` where the model is, for one parameter."""
         assert grad is not None
         if pair.preview is not None:

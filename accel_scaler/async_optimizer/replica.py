@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, filterfalse, pairwise
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..optimizer_step import ATTRIBUTE
+from ..optimizer_step import (
+    ATTRIBUTE,
+    Arena,
+    Follower,
+    Held,
+    Run,
+    Scratch,
+    are_same,
+    neighbours,
+    raw_step,
+    rule_of,
+)
 from ..scaling import (
     DeferredUnscale,
     local,
@@ -27,8 +38,6 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .arena import Arena
-from .blocks import Follower, Run, Scratch, neighbours, rule_of
 from .compile_session import beside_no_compile
 from .master_params import (
     MasterRule,
@@ -42,7 +51,6 @@ from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import (
-    raw_step,
     refuse_replaced,
     refuse_spread,
     refuse_unsteppable,
@@ -162,10 +170,8 @@ class Replica:
         self._entries: list[Any] = []
         """The optimizer's state as it was last shared, and its entries."""
         self._has_all_state = False
-        self._values: list[Any] | None = None
+        self._values: Held | None = None
         """Of the entries, when they were last moved to where they are stepped."""
-        self._places: list[int] = []
-        """Where those were in memory: ``.data`` may be assigned."""
         self._recorded: tuple[Any, list[Any]] = None, []
         """The training stream and these values, when they were last recorded on streams."""
 
@@ -174,12 +180,13 @@ class Replica:
         params = parameters_of(self.optimizer)
         return (
             self.copy is not None
-            and _are_same(params, self.known)
+            and are_same(params, self.known)
             and self._layout_of(params) == self._layout
         )
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """Where each is, its shape, and if it may need a master, whether it is trained."""
+        """The groups' sizes; where each is, its shape, and if it may need a master, whether it is
+        trained."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params
         dtypes = list(map(_dtype_of, held))
@@ -188,6 +195,7 @@ class Replica:
         may_need_masters = self.masters.every or not low.isdisjoint(dtypes)
         frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
+            [len(group["params"]) for group in self.optimizer.param_groups],
             list(map(Tensor.data_ptr, held)),
             list(map(Tensor.size, held)),
             list(map(Tensor.stride, held)),
@@ -248,7 +256,7 @@ class Replica:
             self._ranks.setdefault(id(p), len(self._ranks))
         if self.pairs:
             self._split()
-            if self.has_masters and not _are_same(before, self.params):
+            if self.has_masters and not are_same(before, self.params):
                 self._renews, self._layout = True, None
 
     def _make_copy(self) -> None:
@@ -313,7 +321,7 @@ class Replica:
     def share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
         state = self.optimizer.state
-        is_shared = state is self._state and _are_same(list(state.values()), self._entries)
+        is_shared = state is self._state and are_same(list(state.values()), self._entries)
         if not is_shared or not self._has_all_state:
             for p, grad in zip(self.params, grads, strict=False):
                 if grad is not None and p not in state:
@@ -326,11 +334,10 @@ class Replica:
             self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
             self._state, self._entries, self._values = state, list(state.values()), None
             self._has_all_state = len(known) == len(self.pairs)
-        groups, values = self.optimizer.param_groups, self._state_values()
+        groups, values = self.optimizer.param_groups, self._values
         runs = chain.from_iterable(part.runs or () for part in self.parts)
         fits = all(run.still_fits(groups[number]) for number, _, run in runs)
-        is_known = self._values is not None and _are_same(values, self._values)
-        if not (fits and is_known and self._places == _places_of(values)):
+        if not fits or values is None or not values.is_current(self._state_values()):
             entries: dict[Arena, dict[int, Any]] = {}
             for pair in self.pairs:
                 entry = self.copy.state.get(pair.stepped, {})
@@ -339,8 +346,8 @@ class Replica:
                 arena.let_go(mine)
             for pair in self.pairs:
                 self._move_entry(pair, entries[pair.arena][pair.slot])
-            self._values = self._state_values()
-            self._places = _places_of(self._values)
+            held = self._state_values()
+            self._values = Held(held, held)
             for part in self.parts:
                 part.runs = None
 
@@ -368,7 +375,7 @@ class Replica:
             streams.keep(_tensors_in([v for key, v in group.items() if key != "params"]))
         values = self._state_values()
         home, recorded = self._recorded
-        if home != streams.home or not _are_same(values, recorded):
+        if home != streams.home or not are_same(values, recorded):
             streams.keep(_tensors_in(values), at_home=True)
             self._recorded = streams.home, values
 
@@ -434,7 +441,8 @@ class Replica:
         if runs and all(run.takes(mine) for _, run, mine in runs):
             for number, run, mine in runs:
                 group = self.copy.param_groups[number]
-                run.step(type(self.optimizer), group, mine, deferred, publishes, follow)
+                whole = deferred.multiply is None and run.takes(mine, whole=True)
+                run.step(type(self.optimizer), group, mine, deferred, publishes, whole, follow)
             return
         self._step_in_python(part, self.bring(part.pairs, grads, deferred), deferred.divide)
         for pair in part.pairs if publishes else ():
@@ -481,8 +489,8 @@ class Replica:
             group = self.copy.param_groups[number]
             for some in neighbours(part.pairs, places):
                 pairs = [part.pairs[place] for place in some]
-                run = Run(pairs, rule, group, state, self.streams, self.sends, self._scratch)
-                yield number, some, run
+                sends = {"is_sent": self.sends, "sends": self.streams.copies_beside}
+                yield number, some, Run(pairs, rule, group, state, self._scratch, **sends)
 
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
@@ -524,14 +532,6 @@ class Replica:
         """Tensors that the step makes without naming a device lie where the masters are."""
         elsewhere = self.offload and torch.get_default_device().type != "cpu"
         return torch.device("cpu") if elsewhere else nullcontext()
-
-
-def _places_of(values: list[Any]) -> list[int]:
-    return [value.data_ptr() for value in values if type(value) is Tensor]
-
-
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def frozen(value: Any) -> Any:

@@ -63,12 +63,9 @@ def find_shared() -> None:
 
 
 def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None:
-    """Raise ``UnsupportedError`` where two optimizers cannot both step their parameters.
-
-    Args:
-        wanted: optimizers to be stepped; of one that is stepped already its present mode counts.
-        beside_others: those that are stepped already count too; else :func:`take_over` follows.
-    """
+    """Raise ``UnsupportedError`` where two optimizers cannot both step their parameters: two of the
+    ``wanted`` ones (of one that is stepped already its present mode counts) or, ``beside_others``,
+    one of those that are stepped already; else :func:`take_over` follows."""
     message = _sharing(wanted, beside_others)
     if message is not None and beside_others:
         gc.collect()  # an optimizer without references steps nothing
@@ -89,19 +86,12 @@ def refuse_replaced_owner(optimizer: Optimizer) -> None:
 
 def take_over(wanted: Sequence[Wanted]) -> None:
     """These were prepared last: close the others that have masters of their parameters, each with
-    a warning in the log.
-
-    Args:
-        wanted: their parameters count though they are frozen, and stepped without masters as yet.
-
-    Raises:
-        StepError: the last step of one of those failed; it is closed all the same.
-    """
+    a warning in the log. Parameters count though they are frozen, and stepped without masters as
+    yet. Raises ``StepError`` where the last step of one failed; it is closed all the same."""
     newest = {id(optimizer) for optimizer, _, _ in wanted}
     for other in [e for e in _steppers if id(e.optimizer) not in newest]:
         conflicts = (_conflict(one, _wanted(other), frozen_too=True) for one in wanted)
-        conflict = next(filter(None, conflicts), None)
-        if conflict is None:
+        if (conflict := next(filter(None, conflicts), None)) is None:
             continue
         replaced.add(other.optimizer)
         logger.warning(
@@ -120,8 +110,7 @@ def _sharing(wanted: Sequence[Wanted], beside_others: bool) -> str | None:
     others = list(stepped.values()) if beside_others else []
     for place, one in enumerate(new):
         for other in [*others, *new[:place]]:
-            conflict = _conflict(one, other)
-            if conflict is not None:
+            if (conflict := _conflict(one, other)) is not None:
                 return (
                     f"a {type(one[0]).__name__} and a {type(other[0]).__name__} both step "
                     f"{conflict}: neither would see the other's update. Put them in one optimizer, "

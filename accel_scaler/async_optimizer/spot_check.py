@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .arena import flat, is_dense
+from ..optimizer_step import flat, is_dense
 from .master_params import ParameterPair
 
 RUN, STRIDE = 16, 2048
@@ -23,14 +23,11 @@ MAX_WHOLE = 4096
 
 
 class SpotCheck:
-    """Samples of parameters and of their masters.
+    """Samples of parameters and of their masters, of those ``pairs`` that have one.
 
     An edit of ``STRIDE`` elements in a row, or of most of a tensor, is always found. An edited
     tensor is compared whole from then on: a clamp in each window often writes to few elements.
-
-    Args:
-        pairs: those with masters are compared.
-        edited: ``id`` of parameters that are compared whole; :meth:`find` adds to it.
+    ``edited`` has the ``id`` of each; :meth:`find` adds to it.
     """
 
     def __init__(self, pairs: Sequence[ParameterPair], edited: set[int]) -> None:

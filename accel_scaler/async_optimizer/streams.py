@@ -57,9 +57,7 @@ from .shared_memory import length_of
 
 class SideStreams:
     """The side streams of one device: one for the optimizer's work, one for copies to the host.
-
-    None of the methods waits on the host, except :meth:`wait_on_host`.
-    """
+    None of the methods waits on the host, except :meth:`wait_on_host`."""
 
     def __init__(self, device: torch.device) -> None:
         streams = streams_of(device)
@@ -74,7 +72,7 @@ class SideStreams:
         """The stream that the training thread handed the last step over from."""
         self._last: Any = None
         """The event of the last work on the side stream."""
-        self._followed: Any = None
+        self.followed: Any = None
         """The last event given to :meth:`follow`."""
         self._known: Any = None
         """An event that the device is known to be past."""
@@ -82,10 +80,8 @@ class SideStreams:
         self._down: Any = None if streams is None else streams.new()
 
     def record(self, home: bool = False) -> Any:
-        """A point in the present stream of this thread; None on a CPU.
-
-        ``home``: this is the training stream, which follows every event that any stream follows.
-        """
+        """A point in the present stream of this thread; None on a CPU. ``home``: this is the
+        training stream, which follows every event that any stream follows."""
         if self._backend is None:
             return None
         stream = self._backend.current()
@@ -115,16 +111,12 @@ class SideStreams:
         for each in (stream,) if self.home in (None, stream) else (stream, self.home):
             with self._backend.on(each):
                 event.wait()
-        self._followed = event
+        self.followed = event
 
     def wait(self, event: Any) -> None:
         """Order what this thread enqueues from here on after ``event``."""
         if event is not None:
             event.wait()
-
-    def wait_for_followed(self) -> None:
-        """Block this thread until the device is past the event followed last, so for any stream."""
-        self.wait_on_host(self._followed)
 
     def wait_on_host(self, event: Any) -> None:
         """Block this thread until the device is past ``event``."""
@@ -137,9 +129,7 @@ class SideStreams:
 
     def follow_last(self, on_host: bool = False) -> None:
         """:meth:`follow` the last work on the side stream, unless the device is past it.
-
-        ``on_host``: block this thread for it, and so order every stream.
-        """
+        ``on_host``: block this thread for it, and so order every stream."""
         event = self._last
         if event is self._known:
             return  # not asked again: a graph may be being captured
@@ -180,10 +170,7 @@ class SideStreams:
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
         """Record tensors on the side stream: their memory is not reused before it is done with
-        them.
-
-        ``at_home``: record them on the training stream, too.
-        """
+        them. ``at_home``: record them on the training stream, too."""
         if self._backend is None:
             return
         streams = [self._work, self.home] if at_home and self.home is not None else [self._work]
@@ -193,15 +180,10 @@ class SideStreams:
                     for stream in streams:
                         held.record_stream(stream)
 
-    def host_like(
-        self, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """Host tensors of the same shapes and strides, in few buffers for each dtype.
-
-        Pinned where copies run beside the host; elsewhere one after the other in one buffer.
-        Uninitialised.
-        """
-        kinds = [dtype or t.dtype for t in tensors]
+    def host_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors of the same shapes and strides, in few buffers for each dtype. Pinned where
+        copies run beside the host; elsewhere one after the other in one buffer. Uninitialised."""
+        kinds = [t.dtype for t in tensors]
         lengths = list(map(length_of, tensors))
         views: list[Tensor] = list(tensors)
         # Else another device would make the memory its own.

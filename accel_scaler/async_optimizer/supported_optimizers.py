@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
+from ..optimizer_step import is_replaced, raw_step
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .master_params import MasterRule, is_stepped
 from .shared_memory import overlapping
@@ -30,14 +29,6 @@ WAY_OUT = (
 )
 
 
-_unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))
-
-
-def raw_step(cls: type[Optimizer]) -> Any:
-    """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
-    return _unhooked(cls.step)
-
-
 def is_known(cls: type[Optimizer]) -> bool:
     """Whether the class, no subclass of it, is one whose step treats each parameter alone."""
     of_torch = cls is getattr(torch.optim, cls.__name__, None) and cls.__name__ in _BY_PARAMETER
@@ -53,16 +44,8 @@ def is_splittable(optimizer: Optimizer) -> bool:
 
 def refuse_replaced(optimizer: Optimizer) -> None:
     """Raise ``UnsupportedError`` where ``step`` on the instance is not the class's own."""
-    step = vars(optimizer).get("step")
-    if step is None:
-        return
-    # Accelerate leaves the bound method there; an LR scheduler leaves its wrapper.
-    by_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
-    inner: Any = getattr(step, "__wrapped__" if by_scheduler else "__func__", None)
-    if not by_scheduler and getattr(step, "__self__", None) is not optimizer:
-        inner = None
-    if _unhooked(inner) is not raw_step(type(optimizer)):
-        name = type(optimizer).__name__
+    if is_replaced(optimizer):
+        name, step = type(optimizer).__name__, vars(optimizer)["step"]
         raise UnsupportedError(
             f"{name}: step was replaced on this instance, by {step!r}; the class's own is what "
             f"runs. Override step in a subclass of {name}, register a step hook, or use "
@@ -71,11 +54,8 @@ def refuse_replaced(optimizer: Optimizer) -> None:
 
 
 def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
-    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way.
-
-    Args:
-        masters: which of what is trained is stepped through float32 copies.
-    """
+    """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way; ``masters``:
+    which of what is trained is stepped through float32 copies."""
     name = type(optimizer).__name__
     closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -117,8 +97,7 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "would be, too, and unscaling into those is not supported. Load the model in float32 "
             "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
         )
-    others = {p.dtype for p in through} - LOW_PRECISION - {torch.float32}
-    if others:
+    if others := {p.dtype for p in through} - LOW_PRECISION - {torch.float32}:
         got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
     elif len(set(map(id, through))) < len(through):
         got = "has a parameter twice in one group, expected each once"

@@ -176,14 +176,12 @@ _running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
 
 
 class Worker:
-    """One lasting thread that runs tasks in the order in which they were submitted.
+    """One lasting thread that runs tasks in the order in which they were submitted. ``threads``: of
+    its CPU kernels; other threads keep theirs. "auto": :func:`default_threads`.
 
     It starts with the first task, is a daemon, and ends after the task that runs. :meth:`stop` and
     the interpreter's exit wait for that. Where the worker is only dropped, nothing waits: the
     garbage collector runs on any thread, under whatever locks that one holds.
-
-    Args:
-        threads: of its CPU kernels; other threads keep theirs. "auto": :func:`default_threads`.
     """
 
     def __init__(self, threads: int | str = "auto") -> None:
@@ -192,11 +190,9 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def submit(self, task: Task) -> None:
-        """Run ``task`` after those submitted before.
-
-        Where the thread is gone, or exists only in the process that this one was forked from,
-        another is started. Tasks submitted before stay undone, and waiting for them raises.
-        """
+        """Run ``task`` after those submitted before. Where the thread is gone, or exists only in
+        the process that this one was forked from, another is started. Tasks submitted before stay
+        undone, and waiting for them raises."""
         if self.thread is None or not self.thread.is_alive():
             self._start()
         task.thread = self.thread

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
 from ..telemetry import History
-from .attachment import Attachment, requested
+from .attachment import Attachment, requested, resolved
 from .autocast import add_autocast, add_emulation
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
@@ -38,10 +37,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         scaler_config: ScalerConfig | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        base, fields = requested(scaler_config, {})
-        config = replace(base or ScalerConfig.from_env(), **fields)
+        wanted = resolved(*requested(scaler_config, {}))
         super().__init__(*args, **kwargs)
-        Attachment(self, config, fields).install(self)
+        Attachment(self, *wanted).install(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._attachment is None:
@@ -209,8 +207,13 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds the ``scaler/...`` values of the last window."""
-        super().log({**self.scaler_history.metrics(), **values}, *args, **kwargs)
+        """As Accelerate's; adds the ``scaler/...`` values of the last window. Telemetry notes those
+        of an evaluation (``eval...``, ``val...``, ``test...``)."""
+        if self._attachment is not None:
+            self._attachment.recorder.note(values)
+            if self._attachment.config.log_values:
+                values = {**self.scaler_history.metrics(), **values}
+        super().log(values, *args, **kwargs)
 
     def end_training(self) -> None:
         """As Accelerate's; first publishes the last step and writes all of the telemetry."""

@@ -5,21 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accelerate import Accelerator
 
 from ..config import ScalerConfig
 from ..errors import ConfigError, OrderError, shown
 from .accelerator import ScaledAccelerator
-from .attachment import Attachment, attachment_of, requested
+from .attachment import Attachment, attachment_of, requested, resolved
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config import Settings
 
 T = TypeVar("T")
 
 _scaled_classes: dict[type, type] = {}
 
 
-def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Any) -> T:
+def attach(
+    target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Unpack[Settings]
+) -> T:
     """Check each optimizer step of ``target``, in fp16 scaled by :class:`GradScaler`; returns it.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
@@ -32,8 +39,9 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
             ``transformers.Trainer``. A second call with no settings, or with those in force, does
             nothing.
         config: a :class:`ScalerConfig` has every setting, and the environment is not read. A
-            mapping has some of them, by field. Settings at their defaults that are in no mapping
-            are taken from the scaler that is replaced (``GradScalerKwargs``), as is its state.
+            mapping has some of them, by field. Settings that nothing names, of a ScalerConfig those
+            at their defaults, are those of the scaler that is replaced (``GradScalerKwargs``), as
+            is its state.
         **settings: fields of :class:`ScalerConfig`; they take precedence over ``config``, which
             takes precedence over ``ACCEL_SCALER_<FIELD>`` in the environment.
 
@@ -73,8 +81,7 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
                 "first."
             )
         detach(accelerator)
-    wanted = replace(base or ScalerConfig.from_env(), **fields)
-    attached = Attachment(accelerator, wanted, fields)
+    attached = Attachment(accelerator, *resolved(base, fields))
     attached.install(accelerator)
     if not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)

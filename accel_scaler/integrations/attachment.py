@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Collection, Mapping
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..async_optimizer import MasterRule, Worker, take_over
-from ..config import ScalerConfig, check_field
+from ..config import ScalerConfig, checked, environment, merge
 from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
@@ -40,7 +41,7 @@ class Attachment:
         accelerator: a stock one.
         requested_config: as given to ``attach``; ``config`` is the same, as far as the precision
             allows, with the settings of the replaced scaler.
-        named: fields that were requested by name; they take precedence over that scaler's.
+        named: fields that a call or the environment names; they take precedence over that scaler's.
 
     Raises as :func:`accel_scaler.attach`; nothing was changed then.
     """
@@ -266,6 +267,13 @@ def requested(
             f"attach: got {shown(config)} as config, expected a ScalerConfig or a mapping of its "
             "fields; single ones are keywords: step_mode='overlap'."
         )
-    for name, value in fields.items():
-        check_field(name, value)
-    return config, dict(fields)
+    return config, {name: checked(name, value) for name, value in fields.items()}
+
+
+def resolved(
+    base: ScalerConfig | None, fields: Mapping[str, Any]
+) -> tuple[ScalerConfig, Collection[str]]:
+    """``base``, by default the environment's config, with ``fields``; and what one of them names.
+    Raises ``ConfigError`` for the environment, and for fields that contradict each other."""
+    base, named = (base, {}) if base is not None else merge(environment(os.environ))
+    return replace(base, **fields), {*named, *fields}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
@@ -15,7 +14,7 @@ from ..errors import StepError
 from ..overflow import refuse_unmatched
 from ..scaling import is_sharded
 from .attaching import attach, detach, scaled_class
-from .attachment import Attachment, attachment_of
+from .attachment import Attachment, attachment_of, resolved
 
 logger = logging.getLogger("accel_scaler")
 
@@ -59,8 +58,11 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 self._attachment.recorder.flush()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; adds the scaler's values to those of the training."""
-        if "loss" in logs:
+        """As the Trainer's; adds the scaler's values to those of the training. Telemetry notes
+        those of an evaluation."""
+        if self._attachment is not None:
+            self._attachment.recorder.note(logs)
+        if "loss" in logs and self._scaler_config.log_values:
             for name, value in self.accelerator.scaler_history.progress().items():
                 logs.setdefault(f"scaler_{name}", value)
         super().log(logs, *args, **kwargs)
@@ -95,8 +97,7 @@ def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str,
     """:func:`accel_scaler.attach` for a Trainer or a subclass. Raises ``ConfigError``, too, where a
     glob in ``fp32_modules`` matches no module of its model."""
     if trainer.model_init is None:
-        config = replace(base or ScalerConfig.from_env(), **fields)
-        refuse_unmatched([trainer.model], config.fp32_modules)
+        refuse_unmatched([trainer.model], resolved(base, fields)[0].fp32_modules)
     attached = attachment_of(attach(trainer.accelerator, base, **fields))
     assert attached is not None
     trainer._scaler_config = attached.config  # for later accelerators, too

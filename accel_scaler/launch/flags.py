@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..config import ABOUT, FIELDS, SWITCH
+from ..config import FIELDS, KINDS, SWITCH
 
 DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
@@ -23,9 +23,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each setting, whose value stays a text, and those of the launcher."""
     group = parser.add_argument_group("Settings")
     for name, spec in FIELDS.items():
-        kind, default, dest = spec.metadata["kind"], spec.default, DEST + name
-        about = f"{ABOUT[name]} Takes {kind.allowed}. Default: {default}."
-        if kind is not SWITCH:
+        default, dest = spec.default, DEST + name
+        about = f"{spec.metadata['help']} Default: {default}."
+        if KINDS[name] is not SWITCH:
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
         for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
-        with _environment(config, ours.no_attach):
+        with _environment(config.to_env(sources), ours.no_attach):
             return _run(args)
 
 
@@ -125,7 +125,7 @@ def prepare(
     try:
         merged = _merged_by_accelerate(args)
         if not ours.no_attach:
-            _refuse_other_scalers(merged)
+            _refuse_unsuitable(merged)
         # Ranks on other hosts write only to a path with {rank}.
         if (path := path_of(config, merged.machine_rank or 0)) is not None:
             refuse_unwritable(path)
@@ -164,7 +164,13 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
     return merged
 
 
-def _refuse_other_scalers(merged: Any) -> None:
+def _refuse_unsuitable(merged: Any) -> None:
+    on_cpu, ranks = merged.cpu or merged.use_cpu, merged.num_processes or 1
+    if merged.use_fsdp and on_cpu and ranks > 1:
+        raise UnsupportedError(
+            f"got FSDP with use_cpu and num_processes={ranks}: on a CPU there is no FSDP, and each "
+            "process would train alone. Take out use_cpu (--cpu), or give --num_processes 1."
+        )
     kinds = {"use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
     for flag, kind in kinds.items():
         if getattr(merged, flag) and not merged.cpu:
@@ -175,7 +181,7 @@ def _refuse_other_scalers(merged: Any) -> None:
 
 
 @contextmanager
-def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
+def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     before = dict(os.environ)
     path = before.get("PYTHONPATH")
@@ -184,7 +190,7 @@ def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
     for key in before:
         if key.startswith(ENV_PREFIX):
             del os.environ[key]
-    os.environ.update(config.to_env())
+    os.environ.update(settings)
     os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     try:
         yield

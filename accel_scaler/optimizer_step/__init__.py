@@ -6,8 +6,24 @@ it learns it writes to the window; each :class:`Observer` receives the events. I
 thread, no Accelerate and no telemetry: what steps later is a Stepper like any other.
 """
 
+from .arena import (
+    Arena as Arena,
+    Held as Held,
+    Placed as Placed,
+    are_same as are_same,
+    flat as flat,
+    is_dense as is_dense,
+)
+from .blocks import (
+    Block as Block,
+    Follower as Follower,
+    Run as Run,
+    Scratch as Scratch,
+    neighbours as neighbours,
+    rule_of as rule_of,
+    stretches as stretches,
+)
 from .boundary import Boundary as Boundary, boundary_of as boundary_of
-from .fused_adam import call_adam as call_adam, is_plain as is_plain
 from .mode_choice import ModeChoice as ModeChoice
 from .observer import Observer as Observer
 from .stepper import (
@@ -16,6 +32,8 @@ from .stepper import (
     Stepper as Stepper,
     StepTiming as StepTiming,
     async_stepper_of as async_stepper_of,
+    is_replaced as is_replaced,
+    raw_step as raw_step,
     register as register,
     stepper_of as stepper_of,
     unregister as unregister,

@@ -8,9 +8,9 @@ an optimizer it writes to the window, and reads there what others have written.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -43,15 +43,13 @@ logger = logging.getLogger("accel_scaler")
 MAX_IDLE_WINDOWS = 10
 """Windows that an optimizer may go without its first gradient before a warning is logged."""
 
-_boundaries: weakref.WeakKeyDictionary[GradScaler, weakref.ref[Boundary]] = (
-    weakref.WeakKeyDictionary()
-)
+_boundaries: WeakKeyDictionary[GradScaler, ref[Boundary]] = WeakKeyDictionary()
 
 
 def boundary_of(scaler: GradScaler) -> Boundary | None:
     """The boundary at which this scaler's windows end, if there is one."""
-    ref = _boundaries.get(scaler)
-    return None if ref is None else ref()
+    found = _boundaries.get(scaler)
+    return None if found is None else found()
 
 
 class Boundary:
@@ -76,35 +74,27 @@ class Boundary:
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
-        self.check = OverflowCheck(scaler, device, self.observers, skip_nonfinite)
+        checks, has_limit = skip_nonfinite or scaler.is_enabled(), skip_norm_above is not None
+        self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit)
         self.spikes = SpikeRule(skip_norm_above)
-        self.check.wants_norm = skip_norm_above is not None
         self.clipping = Clipping(self.check)
-        self._idle: weakref.WeakKeyDictionary[Optimizer, set[Losses] | None]
-        self._idle = weakref.WeakKeyDictionary()
+        self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
         """What was scaled before each step of an optimizer without a gradient so far, whether that
         closed a window or not; None: it has had one, or the warning was logged."""
-        _boundaries[scaler] = weakref.ref(self)
+        _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
-        """Let this boundary step an optimizer.
-
-        Args:
-            fold_unscale: its kernel may unscale, and on a CPU clip.
-        """
+        """Let this boundary step an optimizer, whose kernel may unscale and on a CPU clip where
+        ``fold_unscale`` is set."""
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
         stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
-        """Call before each backward. Where nothing is scaled, this opens a window.
-
-        May wait for a step that reads gradients which the backward adds to.
-
-        Args:
-            accumulation: the divisor of the loss.
-        """
+        """Call before each backward. Where nothing is scaled, this opens a window. May wait
+        for a step that reads gradients which the backward adds to. ``accumulation``: the divisor of
+        the loss."""
         window = self.scaler.window
         is_next = bool(window.losses) and not window.closed
         if is_next and not any(map(self._has_gradients, self.scaler.managed)):
@@ -131,11 +121,8 @@ class Boundary:
 
     @contextmanager
     def deferred_of(self, optimizer: Optimizer) -> Iterator[DeferredUnscale]:
-        """What is deferred to the step within the block.
-
-        Raises:
-            OrderError: they were changed since they were clipped.
-        """
+        """What is deferred to the step within the block. Raises ``OrderError`` where gradients were
+        changed since they were clipped."""
         record = self.scaler.record_of(optimizer)
         record.forbid_mixture(type(stepped(optimizer)).__name__)
         yield record.deferred  # after an error it is still to be done
@@ -234,11 +221,9 @@ class Boundary:
         stepper_of(optimizer).step()
 
     def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
-        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once.
-
-        Here it may wait for its turn (GANs, adapters), and be without for as long as it likes once
-        it has had some.
-        """
+        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
+        it may wait for its turn (GANs, adapters), and be without for as long as it likes once it
+        has had some."""
         windows = self._idle.setdefault(optimizer, set())
         if window.opened_by is None or windows is None:
             return

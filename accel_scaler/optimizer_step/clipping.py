@@ -154,7 +154,8 @@ class Clipping:
         else:
             norm = _norm_of_meshes(parameters, norm_type)
         total = whole(norm)
-        is_fine = bool(torch.isfinite(total)) if parts else True
+        is_skipped = any(record.found_inf for _, _, record in parts)  # for what another one has
+        is_fine = not is_skipped and (bool(torch.isfinite(total)) if parts else True)
         for owner, _, record in () if is_fine else parts:
             self._check.check(owner, record)
         if not is_fine and any(record.found_inf for _, _, record in parts):

@@ -37,11 +37,8 @@ class Observer:
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
-        """The optimizer has stepped, or was skipped.
-
-        Args:
-            timing: of its update, which may still run; None: there was none.
-        """
+        """The optimizer has stepped, or was skipped. ``timing``: of its update, which may still
+        run; None: there was none."""
 
     def run_ended(self, error: str) -> None:
         """Too many skips in a row: ``error`` is about to be raised."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import isinf
 
@@ -42,30 +43,19 @@ from .observer import Observer
 from .stepper import Stepper, stepper_of
 
 
+@dataclass(eq=False)
 class OverflowCheck:
-    """Checks gradients once a window, and unscales them then or leaves that to the step.
+    """Checks gradients once a window, and unscales them then or leaves that to the step. The
+    optimizer's record in the window holds what it finds."""
 
-    The optimizer's record in the window holds what it finds.
-
-    Args:
-        scaler: whose windows these are.
-        device: where ranks communicate.
-        observers: may want each norm.
-        skip_nonfinite: False: gradients that are not scaled are not checked.
-    """
-
-    wants_norm = False
+    scaler: GradScaler
+    device: torch.device
+    """Where ranks communicate."""
+    observers: Sequence[Observer]
+    checks: bool
+    """False: gradients are not checked."""
+    wants_norm: bool
     """Each check takes the norm of all, before a clip changes some."""
-
-    def __init__(
-        self,
-        scaler: GradScaler,
-        device: torch.device,
-        observers: Sequence[Observer],
-        skip_nonfinite: bool,
-    ) -> None:
-        self.scaler, self.device, self.observers = scaler, device, observers
-        self.checks = skip_nonfinite or scaler.is_enabled()
 
     @property
     def wants_each_norm(self) -> bool:
@@ -73,13 +63,9 @@ class OverflowCheck:
         return any(observer.wants_each_norm for observer in self.observers)
 
     def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
-        """Each optimizer that has some of ``parameters``, with these, in order.
-
-        Looked up once a window: a loop that clips tensor by tensor asks thousands of times.
-
-        Raises:
-            UnsupportedError: no optimizer has one of them, and gradients are scaled.
-        """
+        """Each optimizer that has some of ``parameters``, with these, in order. Raises
+        ``UnsupportedError`` where none has one of them, and gradients are scaled. Looked up once a
+        window: a loop that clips tensor by tensor asks thousands of times."""
         window, managed = self.scaler.window, self.scaler.managed
         sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
         if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
@@ -109,23 +95,12 @@ class OverflowCheck:
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
         """Whether ranks may hold different gradients of it."""
-        record = self.scaler.window.known(optimizer)
-        if record is None:
-            return self.scaler.sharded or is_sharded(parameters_of(optimizer))
-        if record.is_sharded is None:
-            record.is_sharded = is_sharded(parameters_of(optimizer))
-        return self.scaler.sharded or record.is_sharded
+        return self.scaler.sharded or is_sharded(parameters_of(optimizer))
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
-        """The optimizer's record in this window, before its gradients are read or written.
-
-        Args:
-            some: the parameters in question; None: all of its own.
-
-        Raises:
-            OrderError: no loss was scaled; it has stepped; scaled gradients were added to
-                unscaled ones.
-        """
+        """The optimizer's record in this window, before gradients of ``some`` of its parameters
+        (None: of all) are read or written. Raises ``OrderError`` where no loss was scaled, it has
+        stepped, or scaled gradients were added to unscaled ones."""
         window, count = self.scaler.window, sum(len(g["params"]) for g in optimizer.param_groups)
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
@@ -169,12 +144,8 @@ class OverflowCheck:
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
-
-        Synchronises with the device, and with other ranks where they hold other gradients.
-
-        Args:
-            record: its record, where it was looked up just before.
-        """
+        ``record``: its record, where it was looked up just before. Synchronises with the device,
+        and with other ranks where they hold other gradients."""
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
@@ -212,11 +183,7 @@ class OverflowCheck:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         self.note(optimizer, record, params, norms)
         if self.scaler.is_enabled():
-            inv_scale = self.inv_scale(grads[0].device)
-            if self.divides(stepper):
-                record.deferred = DeferredUnscale(divide=1.0 / inv_scale)
-            else:
-                record.deferred = DeferredUnscale(multiply=inv_scale)
+            record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
 
     def _forbid_common(self, optimizer: Optimizer, keeps_scaled: bool) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
@@ -240,11 +207,9 @@ class OverflowCheck:
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
     def one_pass(self, owners: Sequence[Optimizer], params: Sequence[Tensor]) -> NormCheck | None:
-        """Norm and check from one read of gradients that are all scaled still.
-
-        None: the norm would not be, bit for bit, that of the unscaled ones, or a kernel does not
-        take all of them together. Synchronises.
-        """
+        """Norm and check from one read of gradients that are all scaled still. None: the norm would
+        not be, bit for bit, that of the unscaled ones, or a kernel does not take all of them
+        together. Synchronises."""
         scale, grads = self.scaler.window_scale, gradients_of(params)
         stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
@@ -309,11 +274,8 @@ class OverflowCheck:
 
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
         """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.
-
-        Args:
-            returned: the caller gets them back before the step. Then on a CPU only: elsewhere the
-                saving was not measured.
-        """
+        ``returned``: the caller gets them back before the step. Then on a CPU only: elsewhere the
+        saving was not measured."""
         mine = stepper.optimizer
         if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
             return False
@@ -322,11 +284,8 @@ class OverflowCheck:
         return own.isdisjoint(id(p) for other in others for p in parameters_of(other))
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Do in place what is deferred, for a caller who reads unscaled gradients.
-
-        Raises:
-            UnsupportedError: they are float16, or bfloat16 and go to masters.
-        """
+        """Do in place what is deferred, for a caller who reads unscaled gradients. Raises
+        ``UnsupportedError`` where they are float16, or bfloat16 and go to masters."""
         stepper = stepper_of(optimizer)
         if stepper.keeps_scaled:
             raise UnsupportedError(
@@ -347,11 +306,8 @@ class OverflowCheck:
     def give_back(
         self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
     ) -> None:
-        """Remember the gradients as they are returned to the caller, whose edits are refused.
-
-        Args:
-            written: parameters whose gradients this call has written to.
-        """
+        """Remember the gradients as they are returned to the caller, whose edits are refused; those
+        of ``written`` this call has written to."""
         if record.returned is not None:
             record.returned.renew(written)
         elif record.deferred:

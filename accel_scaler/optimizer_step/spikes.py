@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from math import inf, isfinite
 from statistics import median
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
@@ -18,20 +18,17 @@ FIRST = 16
 
 
 class SpikeRule:
-    """The limit of each optimizer's gradient norm.
+    """The limit of each optimizer's gradient norm: an unscaled norm; ``"4x"``: so many times the
+    running median; None: there is none.
 
     Norms of skipped spikes are among those of the median, so that a run whose norms stay high goes
     on after ``NORMS`` / 2 windows at the latest.
-
-    Args:
-        limit: an unscaled norm; ``"4x"``: so many times the running median; None: no limit.
     """
 
     def __init__(self, limit: float | str | None = None) -> None:
         self._factor = float(limit[:-1]) if isinstance(limit, str) else None
         self._absolute = inf if limit is None or isinstance(limit, str) else limit
-        self._norms: weakref.WeakKeyDictionary[Optimizer, deque[float]]
-        self._norms = weakref.WeakKeyDictionary()
+        self._norms: WeakKeyDictionary[Optimizer, deque[float]] = WeakKeyDictionary()
 
     def is_spike(self, optimizer: Optimizer, norm: float) -> bool:
         """Whether this norm of a window is one; it is remembered if it is finite and not 0."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, stepped
-from .fused_adam import FusedAdam, step_fused
+from ..scaling import DeferredUnscale, call_fused, match_layout, parameters_of, stepped
+from .arena import Arena, Held, Placed
+from .blocks import FusedRule, Run, Scratch, rule_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -30,8 +38,6 @@ class StepTiming:
     """It ran on the training thread, which waited for all of it."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """``(start, length)`` of each wait."""
-    delay_compensation: str | None = None
-    """Of a late update: ``"preview"`` or ``"none"``; None: it was not late."""
     step_mode: str | None = None
     """How it ran where that was chosen for it (``"auto"``): ``"sync"`` or ``"overlap"``."""
     preview_error: float | None = None
@@ -105,7 +111,9 @@ class InlineStepper(Stepper):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._plan: FusedAdam | None = None
+        self._runs: list[Run] = []
+        """What steps it by direct calls of a kernel, and the parameters and state they are of."""
+        self._held: Held | None = None
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
@@ -117,13 +125,92 @@ class InlineStepper(Stepper):
     def step(self, deferred: DeferredUnscale | None = None) -> None:
         """One update. ``deferred`` may only hold what the kernel divides by."""
         optimizer, start = self.optimizer, time.perf_counter()
-        assert deferred is None or deferred.multiply is None
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            divide = None if deferred is None else deferred.divide
-            self._plan = step_fused(optimizer, self._plan, divide)
-        else:
+        deferred = DeferredUnscale() if deferred is None else deferred
+        assert deferred.multiply is None
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.step()
+        elif not self._call_kernels(optimizer, deferred):
+            params = parameters_of(optimizer)
+            if params and params[0].device.type == "cpu":
+                match_layout(params, optimizer.state)
+            call_fused(optimizer, deferred.divide, None)
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
+
+    @torch.no_grad()
+    def _call_kernels(self, optimizer: Optimizer, deferred: DeferredUnscale) -> bool:
+        """Do what ``optimizer.step()`` does by direct calls; False: it does more, or other things
+        than a kernel can."""
+        rule = rule_of(optimizer)
+        if rule is None or not is_only_kernel(optimizer, rule):
+            self._runs, self._held = [], None
+            return False
+        groups = optimizer.param_groups
+        fits = all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
+        if self._held is None or not self._held.is_current(_held_by(optimizer)) or not fits:
+            self._runs = list(_make_runs(optimizer, rule))
+            steps = [entry.get("step") for entry in optimizer.state.values()]
+            self._held = Held(_held_by(optimizer), steps)
+        grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
+        runs = list(zip(self._runs, grads, strict=True))
+        if not all(run.takes(mine, whole=True) for run, mine in runs):
+            return False
+        for run, mine in runs:
+            run.step(type(optimizer), groups[run.pairs[0].group], mine, deferred, whole=True)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # as an LR scheduler's wrapper
+        return True
+
+
+def _held_by(optimizer: Optimizer) -> list[Any]:
+    """Its parameters, a None behind those of each group, and all that is in their state."""
+    params = chain.from_iterable((*group["params"], None) for group in optimizer.param_groups)
+    values = chain.from_iterable(map(dict.values, optimizer.state.values()))
+    return [optimizer.state, *params, *values]
+
+
+def _make_runs(optimizer: Optimizer, rule: FusedRule) -> Iterator[Run]:
+    """Of each group's neighbours on one device."""
+    for number, group in enumerate(optimizer.param_groups):
+        for device, some in groupby(group["params"], attrgetter("device")):
+            params = list(some)
+            arena = Arena([p.detach() for p in params], device, has_masters=False)
+            for slot, p in enumerate(params):
+                arena.adopt(slot, optimizer.state.get(p, {}), rule.keys(group), rule.counts)
+            pairs = [Placed(p, number, arena, slot) for slot, p in enumerate(params)]
+            yield Run(pairs, rule, group, optimizer.state, Scratch(device))
+
+
+_unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))
+
+
+def raw_step(cls: type[Optimizer]) -> Any:
+    """The class's step without torch's wrapper that runs hooks, which are the main thread's."""
+    return _unhooked(cls.step)
+
+
+def is_replaced(optimizer: Optimizer) -> bool:
+    """Whether ``step`` on the instance is not the class's own."""
+    step = vars(optimizer).get("step")
+    # Accelerate leaves the bound method there; an LR scheduler leaves its wrapper.
+    by_scheduler = getattr(step, "_wrapped_by_lr_sched", False)
+    inner: Any = getattr(step, "__wrapped__" if by_scheduler else "__func__", None)
+    if not by_scheduler and getattr(step, "__self__", None) is not optimizer:
+        inner = None
+    return step is not None and _unhooked(inner) is not raw_step(type(optimizer))
+
+
+def is_only_kernel(optimizer: Optimizer, rule: FusedRule) -> bool:
+    """Whether direct calls of a kernel mean the same as ``optimizer.step()``."""
+    params = parameters_of(optimizer)
+    return (
+        not is_replaced(optimizer)
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not optimizer_module._global_optimizer_pre_hooks
+        and not optimizer_module._global_optimizer_post_hooks
+        and not torch.autograd.profiler._is_profiler_enabled
+        and all(map(rule.takes, optimizer.param_groups))
+        and len(set(map(id, params))) == len(params)  # twice: its steps would be counted apart
+    )
 
 
 ATTRIBUTE = "_accel_scaler_stepper"

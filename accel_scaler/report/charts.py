@@ -75,10 +75,9 @@ def charts(run: Run) -> list[Chart]:
     loss, norm = _lines(run, "loss", "loss"), _lines(run, "norm", "norm", is_log=True)
     scale = _lines(run, "scale", "scale", is_log=True) if run.is_scaled else []
     limits = [y for b in run.bins.done if (y := _drawable(b.max_norm, is_log=True)) is not None]
-    times = _lines(run, "seconds", "whole step", "ink", unit=1e3)
-    if times:
-        times += _lines(run, "update", "optimizer's update", "optimizer", unit=1e3)
-        times += _lines(run, "waited", "waiting for it", "wait", unit=1e3)
+    if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
+        times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
+        times += _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
     found = [
         Chart(
             "loss",
@@ -116,7 +115,7 @@ def charts(run: Run) -> list[Chart]:
         ),
         Chart(
             "time",
-            "Step time",
+            "Step time (ms)",
             "From the end of the step before to the end of this one, the optimizer's update, and "
             "the training thread's wait for it. In overlap and delayed the rest ran beside it.",
             "linear",
@@ -148,9 +147,7 @@ def _lines(
     run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
 ) -> list[Line]:
     """The mean of each bin, of a scale the last, times ``unit``; none where there are no numbers.
-
-    ``name`` is one of ``SERIES``.
-    """
+    ``name`` is one of ``SERIES``."""
     means, holds, width = run.bins.means(name), name == "scale", run.bins.width
 
     def drawn(values: list[float | None]) -> Numbers:

@@ -42,8 +42,7 @@ def shorten(name: str, limit: int) -> str:
 
 def heatmap(run: Run) -> HeatMap | None:
     """None: no norms were kept."""
-    columns = run.norms.columns
-    if not columns:
+    if not (columns := run.norms.columns):
         return None
     names = list(dict.fromkeys(name for _, names, _ in columns for name in names))
     group = -(-len(names) // MAX_ROWS) or 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..console import number, percent
 from ..telemetry import headroom
 from .run import Run
+from .samples import Mean
 
 NONE = "\u2013"
 TILES = 6
@@ -52,12 +53,22 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         found.append(KeyNumber("headroom", doublings(room), more))
     if (error := run.preview_error.middle) is not None:
         found.append(KeyNumber("preview off by", f"{error:.2g}", "of the update"))
-    return found
+    return found + [_noted(name, mean) for name, mean in run.noted.items()]
 
 
 def doublings(room: float) -> str:
     """``2.5 doublings``, none where float32 has added up more than float16 holds."""
     return f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
+
+
+def _noted(name: str, mean: Mean) -> KeyNumber:
+    """The last one; where there are several, of evaluations, their range as well."""
+    value = mean.last or 0.0
+    text = f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
+    if name.endswith("_bytes"):
+        text = f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+    more = f"lowest {number(mean.low)}, highest {number(mean.high)}" if mean.count > 1 else ""
+    return KeyNumber(name, text, more)
 
 
 def _loss(run: Run) -> KeyNumber:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..errors import ConfigError
-from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Record, Start, decode
+from ..telemetry import FIRST_BYTES, FORMAT, BrokenLineError, End, Noted, Record, Start, decode
 from .run import Run
 
 MAX_LINE = 8 << 20
@@ -15,13 +15,11 @@ MAX_LINE = 8 << 20
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Add up one telemetry file.
+    """Add up one telemetry file. Memory does not grow with the number of windows.
 
-    Memory does not grow with the number of windows. Lines that are cut off or hold nonsense are
-    counted in ``broken`` and skipped. An empty file gives a run without windows.
-
-    Raises:
-        ConfigError: the file cannot be read, is not telemetry, or has another format; one line.
+    Lines that are cut off or hold nonsense are counted in ``broken`` and skipped. An empty file
+    gives a run without windows. Raises ``ConfigError``, of one line, for a file that cannot be
+    read, is not telemetry, or has another format.
     """
     run = Run(os.fspath(path))
     try:
@@ -56,6 +54,8 @@ def _read_line(run: Run, number: int, line: bytes) -> None:
             run.add(found)
         elif isinstance(found, tuple):
             run.names = found
+        elif isinstance(found, Noted):
+            run.note(found)
         elif isinstance(found, End):
             run.end(found)
     except BrokenLineError as error:

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 
 from ..console import percent, plain
-from ..telemetry import Diagnosis, Record, headroom
+from ..telemetry import Diagnosis, Noted, Record, headroom
 from .samples import Bins, Mean, NormColumns
+
+MAX_NOTED = 50
 
 
 class Run(Diagnosis):
@@ -24,6 +26,8 @@ class Run(Diagnosis):
         """Windows with a threshold for the norm; those above it."""
         self.updates = self.optimizer_us = self.waited_us = 0
         self.preview_error = Mean()
+        self.noted: dict[str, Mean] = {}
+        """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
         self.least_room: tuple[float, int] | None = None
         """The least headroom, and the window's x."""
         self.lines = self.broken = 0
@@ -49,6 +53,12 @@ class Run(Diagnosis):
             self.optimizer_us += record.optimizer_us
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
         self.preview_error.merge(Mean.of(record.preview_error))
+
+    def note(self, found: Noted) -> None:
+        """Add numbers that belong to no window."""
+        for name, value in found.values.items():
+            if name in self.noted or len(self.noted) < MAX_NOTED:
+                self.noted.setdefault(name, Mean()).merge(Mean.of(value))
 
     @property
     def label(self) -> str:

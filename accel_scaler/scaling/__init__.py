@@ -33,7 +33,6 @@ from .gradients import (
     gradients_of as gradients_of,
     is_power_of_two as is_power_of_two,
     is_uniform as is_uniform,
-    laid_out_otherwise as laid_out_otherwise,
     local as local,
     match_layout as match_layout,
     nonzero as nonzero,

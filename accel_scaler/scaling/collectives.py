@@ -16,16 +16,14 @@ T = TypeVar("T")
 def is_sharded(parameters: Iterable[Any]) -> bool:
     """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel. They
     are DTensors then."""
-    return any(hasattr(p, "placements") for p in parameters)
+    return any(hasattr(kind, "placements") for kind in set(map(type, parameters)))
 
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
-    """Give each DTensor gradient the placements of its parameter.
-
-    A replicated parameter between sharded ones (a norm under sequence parallelism) gets partial
-    sums, and only their sum is the gradient. Communicates where there are any.
-    """
+    """Give each DTensor gradient the placements of its parameter. A replicated parameter between
+    sharded ones (a norm under sequence parallelism) gets partial sums, and only their sum is the
+    gradient. Communicates where there are any."""
     for p in parameters:
         grad = p.grad
         if hasattr(grad, "placements") and grad.placements != p.placements:
@@ -33,15 +31,11 @@ def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
 
 
 def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> bool:
-    """Whether any rank found an overflow.
+    """Whether any rank found an overflow; ``found_inf``: whether this one did.
 
-    Args:
-        found_inf: whether this rank did.
-        device: where the process group communicates.
-        sharded: each rank holds other gradients (FSDP). Where False nothing is sent: after
-            DDP's all-reduce an inf or NaN of one rank stands in every rank's gradients.
-
-    Synchronises with the device and with the other ranks if ``sharded``.
+    ``sharded``: each rank holds other gradients (FSDP). Then this communicates on ``device`` and
+    synchronises with it and the other ranks. Else nothing is sent: after DDP's all-reduce an inf
+    or NaN of one rank stands in every rank's gradients.
     """
     if not sharded or not dist.is_initialized() or dist.get_world_size() == 1:
         return found_inf
@@ -69,13 +63,8 @@ def add_norms(norm: float, device: torch.device) -> float:
 
 
 def gather_objects(value: T, device: torch.device) -> list[T]:
-    """``value`` of every rank, in their order; it is pickled.
-
-    Args:
-        device: where the process group communicates.
-
-    Synchronises with the device and with the other ranks.
-    """
+    """``value`` of every rank, in their order; it is pickled. Communicates on ``device``, and
+    synchronises with it and with the other ranks."""
     answers: list[Any] = [None] * dist.get_world_size()
     with torch.get_device_module(device.type).device(device) if device.index else nullcontext():
         dist.all_gather_object(answers, value)

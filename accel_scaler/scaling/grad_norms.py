@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from .gradients import on_host
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class GradNorm:
     """The norm that one clip, or one check, took of some gradients."""
 
@@ -27,7 +28,7 @@ class GradNorm:
     norm_type: float = 2.0
     """Of ``total``."""
 
-    @property
+    @cached_property
     def keys(self) -> frozenset[int]:
         """The ``id`` of each of ``parameters``."""
         return frozenset(map(id, self.parameters))

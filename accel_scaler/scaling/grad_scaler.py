@@ -156,11 +156,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale.
-
-        Opens a window if none is open. Returns ``outputs`` itself where scaling is disabled.
-        Does not synchronise.
-        """
+        """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale. Opens a
+        window if none is open. Returns ``outputs`` itself where scaling is disabled. Does not
+        synchronise."""
         opens = self._enabled and self._windows.bound is None
         if opens:
             window = self.open_window()
@@ -175,7 +173,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading: it waits for that step."""
-        if not self._readers():
+        steppers = [ref() for ref in self._managed.values()]
+        if not any(stepper is not None and stepper.reads_beside for stepper in steppers):
             return
         if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
             self._wait_for_gradients()
@@ -185,13 +184,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def _wait_for_gradients(self, _: Tensor | None = None) -> None:
-        for stepper in self._readers():
-            stepper.wait_for_gradients()
-
-    def _readers(self) -> list[Any]:
-        """Steppers whose step may read and write ``.grad`` on another thread."""
-        found = [ref() for ref in self._managed.values()]
-        return [stepper for stepper in found if stepper is not None and stepper.reads_beside]
+        for ref in self._managed.values():
+            if (stepper := ref()) is not None:
+                stepper.wait_for_gradients()
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -226,8 +221,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         params = parameters_of(optimizer)
         # Another optimizer may share some parameters: these are only checked. Synchronises.
-        shared = self._windows.current.unscaled_among(params)
-        if shared:
+        if shared := self._windows.current.unscaled_among(params):
             keys = set(map(id, shared))
             params = [p for p in params if id(p) not in keys]
         for p in () if allow_fp16 else params:
@@ -235,8 +229,8 @@ class GradScaler(torch.amp.GradScaler):
                 raise UnsupportedError(
                     f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} "
                     "is float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
-                    "scaler=scaler, mode='sync'), or attach(accelerator); or load the model in "
-                    "float32 (model.float()) and let autocast run it in float16."
+                    "scaler=scaler, step_mode='sync'), or attach(accelerator); or load the model "
+                    "in float32 (model.float()) and let autocast run it in float16."
                 )
         flags = unscale_in_place(params, inv_scale, found_inf)
         if any(map(has_nonfinite_gradient, shared)):
@@ -268,9 +262,9 @@ class GradScaler(torch.amp.GradScaler):
         try:
             with self._windows.inside(window, stepping=optimizer):
                 self._before_step(optimizer)
-                if not fused or "grad_scaler" in inspect.signature(optimizer.step).parameters:
+                if fused and "grad_scaler" in inspect.signature(optimizer.step).parameters:
                     return super().step(optimizer, *args, **kwargs)
-                return self._step_fused(optimizer, *args, **kwargs)
+                return self._step(optimizer, fused, *args, **kwargs)
         finally:
             self._after_step(optimizer)
 
@@ -300,42 +294,35 @@ class GradScaler(torch.amp.GradScaler):
             if record is not None and record.found_inf and not window.found_inf:
                 self.close_window(True)
 
-    def _step_fused(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """torch's fused branch, with the skip decided on the host where the kernel cannot."""
+    def _step(self, optimizer: Any, fused: bool, *args: Any, **kwargs: Any) -> float | None:
+        """torch's step, with the skip decided on the host where a fused kernel cannot."""
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
+        is_scaled = state["stage"] is OptState.READY
+        if is_scaled:
+            (self._check_inf_per_device if fused else self.unscale_)(optimizer)
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        if params and not state["found_inf_per_device"]:  # unscale_() came before the gradients
+        if (params or not fused) and not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        found = self._total_found_inf(state, scale.device)
-        on_host = scale.device.type == "cpu" or any(not optimizer.state.get(p) for p in params)
+        found, on_cpu = self._total_found_inf(state, scale.device), scale.device.type == "cpu"
+        on_host = not fused or on_cpu or any(not optimizer.state.get(p) for p in params)
+        result: float | None = None
         if on_host and bool(found):
             self._note_skip(optimizer)
-            state["stage"] = OptState.STEPPED
-            return None
-        if scale.device.type == "cpu":
-            match_layout(params, optimizer.state)
-        grad_scale = scale if state["stage"] is OptState.READY else None
-        result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
+            if hasattr(optimizer, "skip_step"):  # an AsyncOptimizer
+                optimizer.skip_step()
+        elif fused:
+            if on_cpu:
+                match_layout(params, optimizer.state)
+            grad_scale = scale if is_scaled else None
+            result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
+        else:
+            result = optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
-        return result
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> float | None:
-        if any(v.item() for v in optimizer_state["found_inf_per_device"].values()):
-            self._note_skip(optimizer)
-            skip = getattr(optimizer, "skip_step", None)  # an AsyncOptimizer's
-            if skip is not None:
-                skip()
-            return None
-        result: float | None = optimizer.step(*args, **kwargs)
         return result
 
     @staticmethod
@@ -640,11 +627,9 @@ class GradScaler(torch.amp.GradScaler):
             before = window.before
             if window.is_spike and not window.found_inf:
                 self.write_state(replace(before, spikes=before.spikes + 1))
-            elif self._enabled:
-                self.write_state(self.rule.advance(before, window.found_inf))
             else:
-                skips = before.consecutive_skips + 1 if window.found_inf else 0
-                self.write_state(ScaleState(1.0, 0, skips, before.spikes if skips else 0))
+                rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # it counts skips alone
+                self.write_state(rule.advance(before, window.found_inf))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""
@@ -702,10 +687,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _start_over_where_dropped(self, window: Window) -> None:
         """Forget optimizers whose unscaled gradients are gone or zero (a batch was dropped after a
-        look at its norm), on every rank alike; remember others': scaled ones must not be added.
-
-        In a plain loop, without a boundary, that is left to the caller, as in torch.
-        """
+        look at its norm), on every rank alike; remember others': scaled ones must not be added. In
+        a plain loop, without a boundary, that is left to the caller, as in torch."""
         for optimizer in self.managed:
             record, params = window.known(optimizer), parameters_of(optimizer)
             if record is not None and record.carried_over and Snapshot(params).is_zero:
@@ -720,10 +703,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries, ``_consecutive_skips``, and those of ``extra`` that are not empty;
-        {} if disabled. Plain numbers, texts and lists.
-
-        torch's own scaler loads it too. Synchronises if the last update ran on the device.
-        """
+        {} if disabled. Plain numbers, texts and lists. torch's own scaler loads it too.
+        Synchronises if the last update ran on the device."""
         state = super().state_dict()
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips

@@ -139,7 +139,7 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
 
 
 def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
-    if all(grad.dtype is torch.float32 for grad in grads):
+    if set(map(_dtype_of, grads)) == {torch.float32}:
         return torch._foreach_norm(grads)
     return torch._foreach_norm(grads, 2, dtype=torch.float32)
 
@@ -233,8 +233,7 @@ def unscale_in_place(
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
-        grad = p.grad
-        if grad is None:
+        if (grad := p.grad) is None:
             continue
         if grad.is_sparse:
             grad = grad._values()

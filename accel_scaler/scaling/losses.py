@@ -59,12 +59,10 @@ class Losses:
         return all(value.device.type == "cpu" for value in self._values)
 
     def total(self) -> float | None:
-        """The loss whose gradient the window has: the sum of all, on this rank.
-
-        Accelerate divides each by ``gradient_accumulation_steps``, so that of a full window is the
-        mean over its micro-batches. Waits for what :meth:`send` has sent; synchronises where
-        nothing was. None without a loss, or with one that is no single real number.
-        """
+        """The loss whose gradient the window has: the sum of all, on this rank. Accelerate divides
+        each by ``gradient_accumulation_steps``, so that of a full window is the mean over its
+        micro-batches. Waits for what :meth:`send` has sent; synchronises where nothing was. None
+        without a loss, or with one that is no single real number."""
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()

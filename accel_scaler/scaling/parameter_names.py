@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 MAX_NAMES = 5
@@ -38,10 +39,15 @@ class ParameterNames:
             self._found = None
             self.version += 1
 
+    def parameters(self) -> list[Tensor]:
+        """Of all known modules, each one once; without those that no forward has made yet."""
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        found = {id(p): p for module in modules for p in module.parameters() if not is_lazy(p)}
+        return list(found.values())
+
     def of(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """A name for each parameter: the module's, the optimizer's, or its place and shape."""
-        wanted = {id(p): p for p in params}
-        if not wanted:
+        if not (wanted := {id(p): p for p in params}):
             return []
         found = dict(self.by_id())
         for number, group in enumerate(optimizer.param_groups if optimizer else []):

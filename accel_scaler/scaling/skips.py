@@ -17,11 +17,8 @@ on. The first search for a scale takes 16 from the usual 65536 down to 1."""
 
 
 class SkipStreak:
-    """The present run of skipped windows. The count itself is part of the scaler's state.
-
-    Args:
-        limit: skipped windows in a row that are allowed; None: any number.
-    """
+    """The present run of skipped windows, of which ``limit`` (None: any number) are allowed in a
+    row. The count itself is part of the scaler's state."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -38,14 +35,11 @@ class SkipStreak:
         return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
 
     def check(self, skips: int, get_scale: Callable[[], float] | None) -> None:
-        """Warn of a long run, end one that is over its limit.
+        """Warn of a long run, end one that is over its limit by ``OverflowStreakError``.
 
         Args:
             skips: windows in a row that were skipped; 0: the run is over.
             get_scale: returns the present loss scale; None: nothing is scaled.
-
-        Raises:
-            OverflowStreakError: more than ``limit``.
         """
         limit = self.limit
         if skips == 0:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
@@ -22,17 +22,14 @@ WAIT_LIMIT_S = 600.0
 
 class ThreadWindows:
     """The open window, the one before, and the threads that work in either or in one of their own.
-
-    A window belongs to the thread that opens it, the training thread.
-    """
+    A window belongs to the thread that opens it, the training thread."""
 
     def __init__(self) -> None:
         self.open = Window()
         """The open window; after its end that one, until the next is opened."""
         self._last: Window | None = None
         self._local = threading.local()
-        self._jobs: weakref.WeakKeyDictionary[Window, threading.Event]
-        self._jobs = weakref.WeakKeyDictionary()
+        self._jobs: WeakKeyDictionary[Window, threading.Event] = WeakKeyDictionary()
         """Under the window of each bound job that is referenced: set when it has run."""
 
     @property
@@ -93,11 +90,8 @@ class ThreadWindows:
         return job
 
     def wait_for_jobs(self) -> None:
-        """Block until every other job that is still referenced has run.
-
-        Raises:
-            OrderError: one has not within ``WAIT_LIMIT_S``.
-        """
+        """Block until every other job that is still referenced has run. Raises ``OrderError``
+        where one has not within ``WAIT_LIMIT_S``."""
         end = time.monotonic() + WAIT_LIMIT_S
         for window, done in list(self._jobs.items()):
             left_s = max(end - time.monotonic(), 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ class Snapshot:
 
     def renew(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of these as they are now; what is known of others stays."""
-        self._entries.update(
-            (id(p), (p, g := p.grad, 0 if g is None else g._version)) for p in parameters
-        )
+        self._entries |= {
+            id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters
+        }
 
     @property
     def is_zero(self) -> bool:
@@ -57,7 +58,7 @@ class Snapshot:
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
         return any(
-            p.grad is not None and (p.grad is not grad or p.grad._version != version)
+            (now := p.grad) is not None and (now is not grad or now._version != version)
             for p, grad, version in map(known.__getitem__, keys)
         )
 
@@ -119,10 +120,8 @@ class DeferredUnscale:
 
 
 class OptimizerRecord(dict[str, Any]):
-    """All that is known of one optimizer in one window, whichever call put it there.
-
-    Its two items are torch's: ``stage``, and ``found_inf_per_device`` of the last check.
-    """
+    """All that is known of one optimizer in one window, whichever call put it there. Its two items
+    are torch's: ``stage``, and ``found_inf_per_device`` of the last check."""
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
@@ -130,8 +129,6 @@ class OptimizerRecord(dict[str, Any]):
         """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
         self.count: int | None = None
         """The number of its parameters when they were unscaled or checked."""
-        self.is_sharded: bool | None = None
-        """Ranks may hold different gradients of it; None: not known yet."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
         self.deferred = DeferredUnscale()
@@ -151,15 +148,8 @@ class OptimizerRecord(dict[str, Any]):
         self.names: Sequence[str] = ()
         """Their names, once the optimizer was skipped."""
 
-    @property
-    def stage(self) -> OptState:
-        """How far this optimizer has come in the window."""
-        stage: OptState = self["stage"]
-        return stage
-
-    @stage.setter
-    def stage(self, stage: OptState) -> None:
-        self["stage"] = stage
+    stage = property(itemgetter("stage"), lambda record, stage: record.update(stage=stage))
+    """How far this optimizer has come in the window: an ``OptState``."""
 
     def decide(self, verdict: bool) -> None:
         """Set the verdict that every rank has."""
@@ -175,13 +165,9 @@ class OptimizerRecord(dict[str, Any]):
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError`` where the gradients are not all of the window's own scale, or were
-        changed since the caller got them back scaled.
-
-        Args:
-            name: the optimizer's.
-            some: parameters whose gradients are compared; None: all.
-        """
+        """Raise ``OrderError``, with the optimizer's ``name``, where the gradients (of ``some``;
+        None: of all parameters) are not all of the window's own scale, or were changed since the
+        caller got them back scaled."""
         if self.carried_over:
             raise OrderError(
                 f"{name} {self.carried_over}; the present ones were added to them. Step every "
@@ -218,11 +204,9 @@ class OptimizerRecord(dict[str, Any]):
 
 
 class Window:
-    """One accumulation window: its scale, and each optimizer's progress in it.
-
-    It opens with the first ``scale()`` after a step. Each entry point reads and writes this object,
-    and the next window is a new one. Where nothing is scaled its scale is 1.
-    """
+    """One accumulation window: its scale, and each optimizer's progress in it. It opens with the
+    first ``scale()`` after a step. Each entry point reads and writes this object, and the next
+    window is a new one. Where nothing is scaled its scale is 1."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index

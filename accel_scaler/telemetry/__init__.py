@@ -16,6 +16,7 @@ from .record import (
     FORMAT as FORMAT,
     BrokenLineError as BrokenLineError,
     End as End,
+    Noted as Noted,
     Record as Record,
     Start as Start,
     decode as decode,

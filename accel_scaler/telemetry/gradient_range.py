@@ -27,11 +27,8 @@ def measure(
 
     Gradients are measured after micro-batches were added up and ranks averaged; of a DTensor only
     this rank's elements. Nothing is, where single elements were clipped: how large they were is not
-    known. Does not synchronise with the device.
-
-    Args:
-        record: the optimizer's record in this window, with what is still due.
-        scale: the window's scale; None: nothing is scaled, and float32 gradients are left out.
+    known. ``record``: of the optimizer, with what is still due. ``scale``: the window's; None:
+    nothing is scaled, and float32 gradients are left out. Does not synchronise with the device.
     """
     is_scaled = bool(record.deferred)  # nothing was done to them since the backward
     clips: dict[int, float] = {}

@@ -18,11 +18,8 @@ KEPT_DETAILS = 16
 
 
 class History:
-    """A bounded memory of windows, and totals over all of them. Holds no tensors.
-
-    Args:
-        start: the precision and the settings; default: a run with a loss scale.
-    """
+    """A bounded memory of windows, and totals over all of them. Holds no tensors. ``start``: the
+    precision and the settings; default: a run with a loss scale."""
 
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
@@ -36,32 +33,26 @@ class History:
     @property
     def skips(self) -> int:
         """Windows that overflowed."""
-        return self._before.skips + (bool(self.records) and self.records[-1].skipped)
+        return self.diagnosis().skips
 
     @property
     def max_grad_norm(self) -> float | None:
         """The largest finite norm; None: none was taken."""
-        before, last = self._before.highest, self.records[-1].grad_norm if self.records else None
-        norms = (before and before[0], last)
-        return max((n for n in norms if n is not None and math.isfinite(n)), default=None)
+        highest = self.diagnosis().highest
+        return None if highest is None else highest[0]
 
     @property
     def healed(self) -> tuple[str, ...]:
         """Modules that ``heal`` has put into float32, in order."""
-        last = self.records[-1].healed if self.records else ()
-        return tuple(dict.fromkeys((*self._before.healed, *last)))
+        return tuple(self.diagnosis().healed)
 
     @property
     def headroom(self) -> float | None:
         """How often the present scale can be doubled before the largest measured gradient overflows
         float16; negative if float32 has added it up beyond. None without ``telemetry``, and until
         the first measurement."""
-        if not self.records:
-            return None
-        last, (largest, _) = self.records[-1], self._before.largest or (None, 0)
-        if last.largest_gradient is not None and last.scale > 0:
-            largest = last.largest_gradient / last.scale
-        return None if largest is None else headroom(largest * last.next_scale)
+        run = self.diagnosis()
+        return None if run.largest is None else headroom(run.largest[0] * run.last_scale)
 
     def add(self, record: Record) -> None:
         """Append the record of a window, or replace it when its index is the last one's."""

@@ -1,10 +1,10 @@
 """The schema of telemetry: what a record holds, and the lines of a file.
 
 A file is JSON lines, one a window. The kinds of line, in order: ``start`` (settings and versions),
-``names`` (of parameters in their model's order; again when they change), ``window``, ``end``. Each
-start begins a new session in the same file, so a resumed run is appended to the one before. A
-reader ignores kinds and keys that it does not know; a change that older readers would misread
-raises ``FORMAT``.
+``names`` (of parameters in their model's order; again when they change), ``window``, ``end``; and
+``noted``, anywhere among them: numbers that belong to no window. Each start begins a new session in
+the same file, so a resumed run is appended to the one before. A reader ignores kinds and keys that
+it does not know; a change that older readers would misread raises ``FORMAT``.
 
 A ``window`` line has the fields of :class:`Record` under their names, ``index`` as ``step``.
 Numbers that are not finite are the texts ``"inf"``, ``"-inf"`` and ``"nan"``, since JSON has none.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from types import NoneType
@@ -118,6 +119,15 @@ class End:
     """What ended the run early."""
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Numbers of the model, of an evaluation, or of the process at its end."""
+
+    step: int
+    """The last window before them."""
+    values: dict[str, float]
+
+
 class BrokenLineError(Exception):
     """This line cannot be used; the message says why."""
 
@@ -153,6 +163,10 @@ def encode_window(record: Record) -> str:
     return f'{text[:-1]},"norms":[{norms}]}}'
 
 
+def encode_noted(step: int, values: Mapping[str, float]) -> str:
+    return encode_line("noted", step=step, values={k: _finite(v) for k, v in values.items()})
+
+
 def encode_line(kind: str, **values: Any) -> str:
     """Any line: its kind, then these values."""
     return _to_json({"kind": kind, **values})
@@ -162,7 +176,7 @@ def encode_line(kind: str, **values: Any) -> str:
 
 FACTS: dict[str, Any] = {
     **dict.fromkeys(("package", "device", "device_name", "precision"), str),
-    **dict.fromkeys(("python", "torch", "accelerate", "transformers"), str),
+    **dict.fromkeys(("python", "torch", "accelerate", "transformers", "command"), str),
     **{"rank": int, "ranks": int, "unix_time": float},
 }
 FIRST: dict[str, Any] = {
@@ -226,15 +240,10 @@ def _read_start(line: dict[str, Any]) -> Start:
     return Start(version, facts, settings, changed)
 
 
-def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | None:
-    """One line of a file; None: of a kind that this version does not know.
-
-    Args:
-        names: those of the last names line; (): that line was lost.
-
-    Raises:
-        BrokenLineError: the line is not JSON, or does not follow the format.
-    """
+def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
+    """One line of a file; None: of a kind that this version does not know. ``names``: those of the
+    last names line; (): that line was lost. Raises ``BrokenLineError`` for a line that is not JSON,
+    or does not follow the format."""
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text
@@ -250,6 +259,9 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | End | Non
             case "names":
                 found: Names = _converted(value["names"], Names)
                 return found
+            case "noted":
+                noted = {_text(name): float(number) for name, number in value["values"].items()}
+                return Noted(_converted(value["step"], int), noted)
             case "end":
                 return End(**_read(value, END))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

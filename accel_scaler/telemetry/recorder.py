@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
+import shlex
+import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
+from ..devices import peak_memory
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
 from ..version import __version__
@@ -25,6 +29,12 @@ from .record import Record, Start
 from .writer import Journal, OpenRecord, path_of
 
 logger = logging.getLogger("accel_scaler")
+
+
+EVALUATION = re.compile("(eval|val|valid|validation|test)[_/](?!.*(time|_per_second)$)")
+"""Names that values of an evaluation begin with; how long it took is none."""
+SECRET = re.compile("-.*(token|secret|password|key)$", re.IGNORECASE)
+"""Flags whose values stay out of the file."""
 
 
 class Recorder(Observer):
@@ -46,7 +56,7 @@ class Recorder(Observer):
         precision = "fp16" if self._is_scaled else "no"
         self.history = History(Start(facts={"precision": precision}, settings=settings))
         self.underflow_interval = underflow_interval
-        self._table = NameTable(scaler.parameter_names)
+        self._table, self._noted = NameTable(scaler.parameter_names), 0
         self._open: OpenRecord | None = None
         """The record of the last window, which another optimizer may join."""
         self._measured: tuple[int, Measured] = (-1, [])
@@ -55,15 +65,21 @@ class Recorder(Observer):
         self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
         if journal is not None:
-            self._finish = weakref.finalize(self, journal.close)
+            self._finish = weakref.finalize(self, journal.close, peak_memory)
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Read what the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
         if not self.wants_each_norm:
             return
-        if not window.losses.is_there:
-            window.losses.send()  # it is read when its record is written
+        names = self.scaler.parameter_names
+        if self.journal is not None and self._noted != names.version:
+            self._noted, params = names.version, names.parameters()
+            found = {"parameters": sum(p.numel() for p in params)}
+            found["parameters_trained"] = sum(p.numel() for p in params if p.requires_grad)
+            found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
+            self.journal.note(found)
+        window.losses.send()  # from a device it is read when its record is written
         index, interval = window.index, self.underflow_interval
         if self._measured[0] != index:
             self._read_range()
@@ -127,6 +143,12 @@ class Recorder(Observer):
             self._open.timings.append(timing)
         self.history.add(record)
 
+    def note(self, logged: Mapping[str, Any]) -> None:
+        """Write what of these values an evaluation has measured, by their names."""
+        if self.journal is not None:
+            known = {str(k): v for k, v in logged.items() if isinstance(v, (int, float))}
+            self.journal.note({k: v for k, v in known.items() if EVALUATION.match(k)})
+
     def _close_window(self) -> None:
         window, self._open = self._open, None
         if window is not None:
@@ -170,8 +192,7 @@ class NameTable:
         """``names`` and ``norms`` of a record, where there are norms: those of ``found``, of
         disjoint parameters, that are on the host. Parameters of no known model are named by the
         optimizer and come last."""
-        known = [(m, m.each) for m in found if m.each is not None]
-        if not known:
+        if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
         ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
         params = [p for m, _ in known for p in m.parameters]
@@ -195,6 +216,17 @@ def _lr(group: dict[str, Any]) -> float | None:
     return None if rate is None else float(rate)
 
 
+def command_line(argv: Sequence[str]) -> str:
+    """A command as one types it, at most 2,000 characters, without secrets."""
+    words = []
+    for flag, word in zip(("", *argv), argv, strict=False):
+        name, equals, _ = word.partition("=")
+        if equals and SECRET.match(name):
+            word = f"{name}=..."
+        words.append("..." if SECRET.match(flag) and not word.startswith("-") else word)
+    return shlex.join(words)[:2000]
+
+
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
     """The recorder for ``config``; ``facts``, for the ``start`` line, have ``rank`` and ``ranks``.
     Raises ``ConfigError`` if ``telemetry`` cannot be written."""
@@ -206,6 +238,7 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "torch": torch.__version__,
             "changed": [name for name in config.changed() if name != "telemetry"],
             "settings": asdict(config),
+            "command": command_line(sys.argv),
         }
         journal = Journal(path, {**facts, **own})
     recorder = Recorder(scaler, journal, config.underflow_interval)

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .record import (
     Start,
     decode,
     encode_line,
+    encode_noted,
     encode_window,
 )
 
@@ -58,8 +59,7 @@ class OpenRecord:
         if self.late_losses is not None:
             self.record = replace(self.record, loss=self.late_losses.total())
             self.late_losses = None
-        timings = [t for t in self.timings if t.finished]
-        if timings:
+        if timings := [t for t in self.timings if t.finished]:
             busy = sum(t.busy for t in timings)
             waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
             errors = [t.preview_error for t in timings if t.preview_error is not None]
@@ -75,14 +75,11 @@ class OpenRecord:
 
 
 class Journal:
-    """A telemetry file that is open for appending. Never ends a training run.
+    """A telemetry file that is open for appending; directories above it are made. ``facts``: the
+    contents of the ``start`` line, besides the time and the format.
 
-    A failing write (a full disk) is a warning, and the last. Windows are written in order, the last
-    one when the next is appended: some together, overflows at once.
-
-    Args:
-        path: the file; directories above it are made.
-        facts: the contents of the ``start`` line, besides the time and the format.
+    Never ends a training run: a failing write (a full disk) is a warning, and the last. Windows are
+    written in order, the last one when the next is appended: some together, overflows at once.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
@@ -91,6 +88,7 @@ class Journal:
         """``perf_counter`` at the start line: the zero of all times in the file."""
         self.error: str | None = None
         """What ended the run."""
+        self._step = 0
         self._names: tuple[str, ...] = ()
         self._waiting: deque[OpenRecord] = deque()
         self._written_s = 0.0
@@ -109,7 +107,7 @@ class Journal:
 
     def append(self, window: OpenRecord) -> None:
         """Append a window; no other optimizer joins the one before it any more."""
-        waiting = self._waiting
+        waiting, self._step = self._waiting, window.record.index
         overflowed = bool(waiting) and waiting[-1].record.found_inf
         waiting.append(window)
         late = time.perf_counter() - self._written_s >= MAX_WAIT_S
@@ -117,14 +115,20 @@ class Journal:
             while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MAX_WAITING):
                 self._write()
 
+    def note(self, values: Mapping[str, float]) -> None:
+        """Write numbers that belong to no window, if there are any."""
+        if values:
+            self._try_to_put(encode_noted(self._step, values))
+
     def flush(self) -> None:
         """Write all windows, with what is known of them now."""
         while self._waiting:
             self._write()
 
-    def close(self) -> None:
-        """Write the rest and the ``end`` line, and close the file. Idempotent."""
+    def close(self, at_end: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Write the rest, what ``at_end`` returns and the ``end`` line; close it. Idempotent."""
         self.flush()
+        self.note(at_end())
         error = getattr(sys, "last_value", None)  # what ends the process, when it exits
         if self.error is None and error is not None and not hasattr(sys, "ps1"):
             self.error = f"{type(error).__name__}: {error}"
@@ -170,12 +174,8 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Refuse a path that telemetry cannot be appended to; creates nothing.
-
-    Raises:
-        ConfigError: the path cannot be written, is no regular file, or is a file of another kind
-            or another format.
-    """
+    """Raise ``ConfigError`` for a path that cannot be written, is no regular file, or is a file of
+    another kind or another format. Creates nothing."""
     path = os.path.expanduser(path)
     try:
         if not os.path.exists(path):

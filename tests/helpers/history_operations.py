@@ -48,9 +48,9 @@ from torch.optim.lr_scheduler import MultiplicativeLR
 
 from accel_scaler import OrderError, StepError
 from accel_scaler.async_optimizer import async_stepper
-from accel_scaler.async_optimizer import blocks as blocks_module
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.optimizer_step import ModeChoice, spikes, stepper_of
+from accel_scaler.optimizer_step import blocks as blocks_module
 
 WHICH = range(8)
 WHOLE = ("",)
@@ -97,6 +97,7 @@ class Player:
         self.attached = setup.attached
         self.clips: list[str] = []
         self.saved: Any = None
+        self.is_regrouped = False
         self.count = 0
         self.noted: list[tuple[str, Any, Any]] = []
         self.side = None if device == "cpu" else torch.Stream(device)
@@ -706,6 +707,16 @@ class Player:
         self.schedule()
 
     @operation()
+    def regroup(self) -> Any:
+        """Move a parameter to the next group, by hand, or back; their order stays."""
+        if self.clips or len(self.plain.optimizers[0].param_groups) < 2:
+            return False
+        self.is_regrouped = not self.is_regrouped
+        regroup(self.ours.optimizers[0].optimizer)
+        regroup(self.plain.optimizers[0])
+        self.saved = None
+
+    @operation()
     def collect(self) -> None:
         gc.collect(0)
 
@@ -816,6 +827,8 @@ class Player:
         old, self.ours = self.ours, None
         old.close()
         self.ours = old.fresh()
+        if self.is_regrouped:
+            regroup(self.ours.optimizers[0].optimizer)
         self.plain.net.zero_grad()
         self.start_over()
         self.restore(self.load(model_first=True))
@@ -918,6 +931,14 @@ class Player:
             self.stop_reading()
         if self.ours is not None:
             self.ours.close()
+
+
+def regroup(optimizer: torch.optim.Optimizer) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups[:2])
+    if len(first) > 1:
+        second.insert(0, first.pop())
+    else:
+        first.append(second.pop(0))
 
 
 def in_thread(fn: Callable[[], Any]) -> Any:

@@ -59,9 +59,11 @@ def look_at_commands(folder: Path) -> str:
     expect(importlib.util.find_spec("transformers") is None, "transformers is not to be here")
     ours = str(Path(sys.executable).parent / "accel-scaler")
     shown = run(folder, ours, "--help")
-    expect(all(name in shown for name in ("launch", "report")), shown)
-    for name in ("launch", "report"):
+    expect(all(name in shown for name in ("test", "launch", "report")), shown)
+    for name in ("test", "launch", "report"):
         expect("usage:" in run(folder, ours, name, "--help").lower(), name)
+    told = run(folder, ours, "test", "--device", "cpu", "--parameters", "30k")
+    expect(" 0 failed" in told, told)
     python(folder, TRAIN)
     records = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     expect(len(records) >= 40, "telemetry has", len(records), "lines")
@@ -73,7 +75,7 @@ def look_at_commands(folder: Path) -> str:
     expect((folder / "launched.jsonl").is_file(), "the launched script left no telemetry")
     told = run(folder, ours, "launch", "--dry_run", "--config_file", "cpu_fp16", "script.py")
     expect("error" not in told and "step_mode" in told, "a dry run prints", told)
-    return "commands: help, launch, report work"
+    return "commands: help, test, launch, report work"
 
 
 if __name__ == "__main__":

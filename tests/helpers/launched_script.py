@@ -12,7 +12,10 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import traceback
+import weakref
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -68,6 +71,31 @@ def facts() -> dict[str, Any]:
     }
 
 
+class Held:
+    """A value that each backward's copy of the context keeps alive."""
+
+
+HELD: ContextVar[Held] = ContextVar("HELD")
+
+
+def in_context(call: Any) -> Any:
+    """What ``call`` returns, once no copy of the context that it ran in is left.
+
+    ``backward`` gives each collective of DDP a copy, which a thread of gloo drops late on a busy
+    machine. torch aborts a process that ends meanwhile: "terminate called without an active
+    exception" (pytorch#179291).
+    """
+    token = HELD.set(Held())
+    held = weakref.ref(HELD.get())
+    result = call()
+    HELD.reset(token)
+    for _ in range(1000):
+        if held() is None:
+            break
+        time.sleep(0.01)
+    return result
+
+
 STEPS, BAD, BATCH = 6, 2, 8
 """The loss of step ``BAD`` is infinite, on the last rank only."""
 
@@ -118,7 +146,7 @@ def train() -> dict[str, Any]:
 def main() -> None:
     """Print the facts and the results, then end as the arguments say."""
     found = facts() | {"stdin": sys.stdin.read() if "--stdin" in sys.argv else ""}
-    found["rank"], found["trained"] = int(os.environ.get("RANK", "0")), train()
+    found["rank"], found["trained"] = int(os.environ.get("RANK", "0")), in_context(train)
     if "--spawn" in sys.argv:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             thing, found["child_class"] = pool.apply(in_child, ("from the child",))

@@ -18,7 +18,7 @@ BEGIN, END = "```mermaid\n", "```\n"
 
 FOLDERS = (
     *("scaling", "optimizer_step", "async_optimizer", "telemetry", "report", "overflow"),
-    *("integrations", "launch"),
+    *("integrations", "launch", "selftest"),
 )
 """Each may import those before it, and the single modules."""
 

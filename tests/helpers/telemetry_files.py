@@ -73,6 +73,11 @@ def window(step: int, scale: float = 65536.0, skipped: bool = False, **changes: 
     return line | changes
 
 
+def noted(step: int, **values: Any) -> Line:
+    """Numbers that belong to no window."""
+    return {"kind": "noted", "step": step, "values": values}
+
+
 def end(windows: int = 0, error: str | None = None) -> Line:
     """An end line."""
     return {"kind": "end", "time": 0.1 * windows, "error": error}

@@ -45,7 +45,17 @@ def lines_of(path: Path | str) -> list[Line]:
 
 
 def kinds_of(path: Path | str) -> list[str]:
-    return [line["kind"] for line in lines_of(path)]
+    """The kinds of the lines, apart from those with numbers of no window."""
+    return [line["kind"] for line in lines_of(path) if line["kind"] != "noted"]
+
+
+def noted_in(path: Path | str) -> dict[str, list[float]]:
+    """The numbers that belong to no window, in order."""
+    found: dict[str, list[float]] = {}
+    for line in lines_of(path):
+        for name, value in line["values"].items() if line["kind"] == "noted" else ():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def windows_of(path: Path | str) -> list[Line]:

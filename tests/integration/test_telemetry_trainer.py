@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from support import mlp, reset, weights
-from telemetry_runs import INF, kinds_of, lines_of, loss_of, sgd, windows_of
+from telemetry_runs import INF, kinds_of, lines_of, loss_of, noted_in, sgd, windows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_support import CONFIG, SKIPPED, logs, make, train
 
@@ -29,7 +30,7 @@ def config(path: Path | None = None, **more: Any) -> ScalerConfig:
 def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mode: Any) -> None:
     path, ends = tmp_path / "run.jsonl", []
     for telemetry in (None, path):
-        trainer, recorder = make(tmp_path / "out")
+        trainer, recorder = make(tmp_path / "out", eval_strategy="steps", eval_steps=4)
         attach(trainer, config(telemetry, step_mode=step_mode))
         train(trainer)
         if telemetry:
@@ -49,6 +50,16 @@ def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mod
     assert torch.equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1]
     assert lines_of(path)[-1]["kind"] == "end"
+    noted, params = noted_in(path), list(trainer.model.parameters())
+    assert (
+        noted.pop("parameters")
+        == noted.pop("parameters_trained")
+        == [sum(p.numel() for p in params)]
+    )
+    assert noted.pop("parameter_bytes") == [sum(p.nbytes for p in params)]
+    assert 5e7 < noted.pop("host_peak_bytes")[0] < 1e11
+    evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    assert (noted, len(evaluated)) == ({"eval_loss": evaluated}, 2)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])  # with it the Trainer computes the loss
@@ -84,6 +95,20 @@ def test_the_logs_have_scale_and_skips(tmp_path: Path) -> None:
     detach(trainer)
     trainer.log({"loss": 1.0})
     assert "scaler_scale" not in trainer.state.log_history[-1]
+
+
+def test_log_values_false_leaves_the_logs_alone(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path)
+    train(attach(trainer, config(), log_values=False))
+    history, accelerator = trainer.state.log_history, trainer.accelerator
+    assert accelerator.scaler_history.skips == len(SKIPPED)
+    assert sum("loss" in entry for entry in history) == STEPS
+    assert [key for entry in history for key in entry if "scaler" in key] == []
+    got: list[Any] = []
+    tracker = SimpleNamespace(name="a", log=lambda values, step: got.append(values))
+    accelerator.trackers = [tracker]
+    accelerator.log({"loss": 1.0})
+    assert got == [{"loss": 1.0}]
 
 
 def test_each_accelerator_of_a_search_is_a_session_of_its_own(tmp_path: Path) -> None:
@@ -134,7 +159,7 @@ def test_of_a_loop_they_stand_at_the_loops_own_steps(mode: str, tmp_path: Path) 
         scales[100 * window] = accelerator.scaler.get_scale()
         if window != 4:
             norms[100 * window] = pytest.approx(norm)
-        accelerator.log({"loss": 1.0}, step=100 * window)
+        accelerator.log({"loss": 1.0, "val/accuracy": 0.5}, step=100 * window)
     own = 100 * WINDOWS  # with a value that the user logs under the same name
     accelerator.log({"loss": 1.0, "scaler/scale": 3.0}, step=own)
     scales[own], norms[own] = 3.0, pytest.approx(norm)

@@ -103,6 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped in parts, for masters": UNSCALED,
     "the same gradients stepped twice": {**UNSCALED, "fold": True},
     "one optimizer sits out before a backward by hand, clipped": {**UNSCALED, "two": True},
+    "all clipped, then one optimizer, beside another one's NaN": {**UNSCALED, "two": True},
 }
 """Of these histories."""
 SHOWN: dict[str, list[Call]] = {
@@ -182,6 +183,10 @@ SHOWN: dict[str, list[Call]] = {
     "one optimizer sits out before a backward by hand, clipped": [
         *(BACKWARD, ("step", STEP[1] | {"sits_out": 0})),
         *(("backward", BACKWARD[1] | {"plain": True}), CLIP, STEP, STATES),
+    ],
+    "all clipped, then one optimizer, beside another one's NaN": [
+        *(("backward", {"used": ("gain",), "bad": True}), BACKWARD),
+        *(("clip_norm", CLIP[1] | {"parts": ("", "outer")}), STEP, STATES),
     ],
     "a function beside a frozen parameter, saved": [
         *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES),

@@ -27,7 +27,10 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("argv", [[], ["--help"], ["--version"], ["launch", "--help"], ["report"]])
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["--version"], ["report"], *([each, "--help"] for each in ("launch", "config", "test"))],
+)
 def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Path) -> None:
     if argv == ["report"]:
         write(tmp_path / "run.jsonl", [start(), *map(window, range(3)), end(3)])
@@ -46,10 +49,14 @@ def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Pat
         assert lines == [f"accel-scaler {__version__}"]
     elif argv[:1] == ["launch"]:
         assert done.stdout.startswith("usage: accel-scaler launch [flags] script.py")
+    elif argv[:1] == ["config"]:
+        assert done.stdout.startswith("usage: accel-scaler config [-h] [--config_file PATH]")
+    elif argv[:1] == ["test"]:
+        assert "--parameters N" in done.stdout
     elif argv[:1] == ["report"]:
         assert (tmp_path / "page.html").is_file()
     else:
-        assert {"launch", "report"} <= {line.split()[0] for line in lines if line}
+        assert {"test", "config", "launch", "report"} <= {s.split()[0] for s in lines if s}
 
 
 def test_python_m_and_the_console_script_are_the_same_command() -> None:

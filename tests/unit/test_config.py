@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from accelerate import Accelerator
+from transformers import HfArgumentParser, TrainingArguments
 
 from accel_scaler import (
     AccelScalerError,
@@ -22,13 +24,14 @@ from accel_scaler import (
     attach,
     cli,
 )
-from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS, environment, merge
+from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS, KINDS, Settings, environment, merge
+from accel_scaler.console import written
 from accel_scaler.errors import RETIRED, shown
 
-NO_NUMBER = (math.nan, math.inf, -math.inf, True, "2", None, 10**400)
-NO_COUNT = (0, -1, 1.0, True, "3", 2**53 + 1)
-NO_SCALE = (math.nan, math.inf, True, "2", 0, -1.0, 1e39, 1e-46)
-NO_SWITCH = (1, 0, "true", None)
+NO_NUMBER = (math.nan, math.inf, -math.inf, True, "two", None, 10**400)
+NO_COUNT = (0, -1, 1.0, True, "1.5", 2**53 + 1)
+NO_SCALE = (math.nan, math.inf, True, "two", 0, -1.0, 1e39, 1e-46)
+NO_SWITCH = (1, 0, "maybe", None)
 
 VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "init_scale": ((1, 2.0**-149, 3.4028234663852886e38), (*NO_SCALE, None)),
@@ -42,23 +45,23 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "skip_nonfinite": ((True, False), NO_SWITCH),
     "skip_norm_above": (
         (None, 1, 0.5, "1x", "4x", "2.5x"),
-        (*NO_SCALE, "4", "x", "0.5x", "-2x", "4 x x"),
+        (*NO_SCALE, "-4", "x", "0.5x", "-2x", "4 x x"),
     ),
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
     "step_mode": (("sync", "overlap", "delayed"), ("", "SYNC", "async", None, 1)),
-    "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "0")),
+    "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "-1")),
     "delay_compensation": (
         ("auto", "preview", "none"),
         ("", "Auto", None, False, "linear"),
     ),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
-    "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "AUTO", "")),
+    "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "all", "")),
     "fold_unscale": ((True, False), NO_SWITCH),
     "sharded": ((True, False), NO_SWITCH),
     "telemetry": (
         (None, "run.jsonl", "out/{rank}.jsonl"),
-        ("", "  ", "None", 1, True, b"a"),
+        (1, True, b"a"),
     ),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
     "find_overflow": (
@@ -66,16 +69,17 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
     ),
     "heal": ((True, False), NO_SWITCH),
+    "log_values": ((True, False), NO_SWITCH),
     "fp32_modules": (
         ((), ("*.wo",), ("h.[0-3].mlp", "a?")),
-        ("*.wo", None, True, 1, ("",), (1,), ("a b",), ("a,b",), {"a"}),
+        ("a b", None, True, 1, ("",), (1,), ("a b",), ("a,b",), {"a"}),
     ),
 }
 """For each field: values that it takes, and values that it refuses."""
 
 
 def allowed(name: str) -> str:
-    return str(FIELDS[name].metadata["kind"].allowed)
+    return KINDS[name].allowed
 
 
 def test_defaults_are_torchs() -> None:
@@ -94,6 +98,44 @@ def test_frozen_keyword_only_and_documented() -> None:
     assert all(text.endswith(".") for text in ABOUT.values())
 
 
+def test_attachs_keywords_for_editors_are_the_fields() -> None:
+    """Two lists, since a type checker runs nothing: same names, order and types."""
+    assert list(Settings.__annotations__) == list(FIELDS)
+    own = get_type_hints(Settings)
+    as_texts = {"optimizer_threads", "fp32_modules"}
+    same = {name for name, hint in get_type_hints(ScalerConfig).items() if hint == own[name]}
+    assert same == FIELDS.keys() - as_texts, "HfArgumentParser reads these two as texts"
+    assert own["fp32_modules"] == Sequence[str]
+    for name, hint in own.items():
+        if get_origin(hint) is Literal:
+            assert f"{', '.join(map(repr, get_args(hint)[:-1]))} or" in allowed(name)
+
+
+def test_the_trainers_parser_makes_a_flag_of_each_field_with_its_help(tmp_path: Path) -> None:
+    parser = HfArgumentParser((TrainingArguments, ScalerConfig))
+    start = ["--output_dir", str(tmp_path), "--use_cpu"]
+    args, config = parser.parse_args_into_dataclasses(start)
+    assert (args.use_cpu, config) == (True, ScalerConfig())
+    given = {
+        "fp32_modules": ("*.wo", "h.3"),
+        "optimizer_threads": 2,
+        "max_consecutive_skips": 9,
+        "skip_norm_above": 0.5,
+        "step_mode": "overlap",
+        "telemetry": "run.jsonl",
+    }
+    flags = [f"--{name}={written(value).strip('[]')}" for name, value in given.items()]
+    flags += ["--no_skip_nonfinite", "--heal", "--optimizer-threads", "2"]
+    _, config = parser.parse_args_into_dataclasses([*start, *flags])
+    assert config == ScalerConfig(**given, skip_nonfinite=False, heal=True)
+    assert parser.parse_dict({"output_dir": str(tmp_path), **given})[1] == ScalerConfig(**given)
+    helped = " ".join(parser.format_help().split()).replace("- ", "-")
+    for name in FIELDS:
+        assert f"{ABOUT[name]} Takes {allowed(name)}.".replace("- ", "-") in helped
+    with pytest.raises(ConfigError, match="optimizer_threads: got 'all', expected"):
+        parser.parse_args_into_dataclasses([*start, "--optimizer_threads", "all"])
+
+
 def test_paths_are_kept_as_texts() -> None:
     config = ScalerConfig(telemetry=Path("a") / "b")
     assert config.telemetry == os.path.join("a", "b")
@@ -108,6 +150,8 @@ def test_each_value_is_taken_or_refused_with_field_value_and_what_is_allowed(nam
     for value in refused:
         with pytest.raises(ConfigError) as caught:
             ScalerConfig(**{name: value})
+        with suppress(ValueError):
+            value = KINDS[name].convert(value) if isinstance(value, str) else value
         assert str(caught.value) == f"{name}: got {shown(value)}, expected {allowed(name)}."
 
 
@@ -151,6 +195,7 @@ def test_fields_that_contradict_each_other(values: dict[str, Any]) -> None:
 )
 def test_texts_as_people_write_them(tmp_path: Path, name: str, text: str, value: Any) -> None:
     assert getattr(ScalerConfig.from_env({ENV_PREFIX + name.upper(): text}), name) == value
+    assert getattr(ScalerConfig(**{name: text}), name) == value
     path = tmp_path / "c.yaml"
     for form in (f"'{text}'", text.strip()):
         if form and "*" not in form[:1]:
@@ -176,16 +221,17 @@ def test_a_text_that_cannot_be_used_is_refused_with_its_source(
     tmp_path: Path, name: str, text: str
 ) -> None:
     try:
-        value = FIELDS[name].metadata["kind"].convert(text)
+        value = KINDS[name].convert(text)
     except ValueError:
         value = text
-    end = f": {name}: got {value!r}, expected {allowed(name)}."
+    end = f"{name}: got {value!r}, expected {allowed(name)}."
     environ = {ENV_PREFIX + name.upper(): text}
     path = tmp_path / "c.yaml"
     path.write_text(f"accel_scaler:\n  {name}: '{text}'\n")
     ways: dict[str, Callable[[], object]] = {
-        "environment": lambda: ScalerConfig.from_env(environ),
-        str(path): lambda: ScalerConfig.from_yaml(path),
+        "environment: ": lambda: ScalerConfig.from_env(environ),
+        f"{path}: ": lambda: ScalerConfig.from_yaml(path),
+        "": lambda: attach(Accelerator(cpu=True), **{name: text}),  # type: ignore[arg-type]
     }
     for source, way in ways.items():
         with pytest.raises(ConfigError) as caught:

@@ -36,10 +36,15 @@ ONLY_IN = {
         "integrations/autocast",
         "integrations/optimizer",
         "integrations/stock_scaler",
+        "launch/ask",
         "launch/launcher",
+        "selftest/estimate",
+        "selftest/rows",
+        "selftest/training",
     },
     "psutil": {"async_optimizer/worker", "devices"},
     "transformers": {"integrations/trainer"},
+    "typing_extensions": {"integrations/attaching"},
     "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
@@ -54,20 +59,20 @@ MAX_LINES = {
     "scaling": 2_252,
     "optimizer_step": 1_364,
     "async_optimizer": 5_706,
-    "integrations": 1_320,
+    "integrations": 1_337,
     "overflow": 2_086,
-    "telemetry": 1_322,
-    "report": 999,
-    "launch": 402,
-    "": 860,
+    "telemetry": 1_383,
+    "report": 1_026,
+    "launch": 458,
+    "selftest": 676,
+    "": 971,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 16_311
-"""The aim is 16,000: ``async_optimizer/blocks.py`` is to step what ``sync`` steps, too, in place of
-``optimizer_step/fused_adam.py``."""
+MAX_SUM = 16_216
+"""The aim is 16,000."""
 
 
 def place(name: str) -> int:

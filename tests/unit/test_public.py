@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import tomllib
 from places import ROOT
 from torch.amp import GradScaler as Stock
@@ -49,6 +54,39 @@ def test_every_method_of_torchs_scaler_is_there_and_documented() -> None:
     assert ours[0].default is None, "the accelerator that is there, and not CUDA"
 
 
+USE = """
+from accel_scaler import ScalerConfig, attach
+class Own: ...
+own: Own = attach(Own(), step_mode="overlap", fp32_modules="*.wo", skip_norm_above="4x")
+attach(3, ScalerConfig(heal=True), optimizer_threads=2, telemetry=None, min_scale=1)
+attach(own, step_mod="overlap")
+attach(own, step_mode="later")
+ScalerConfig(growth_intervall=2)
+other: int = attach(own)
+"""
+WRONG = {6: "did you mean", 7: "'delayed'", 8: "did you mean", 9: "int"}
+"""Lines of ``USE`` that mypy refuses, and a part of what it says."""
+
+
+@pytest.mark.process
+def test_mypy_knows_the_settings_as_keywords_and_that_attach_returns_its_target(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "use.py").write_text(USE)
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nhide_error_codes = true\n[mypy-torch.*,accelerate.*,transformers.*]\n"
+        "follow_imports = skip\nignore_missing_imports = true\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "use.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "MYPYPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    said = dict(re.findall(r"^use.py:(\d+): error: (.*)", done.stdout, re.M))
+    assert list(map(int, said)) == list(WRONG), done.stdout + done.stderr
+    assert all(WRONG[int(line)] in text for line, text in said.items())
+
+
 def test_torch_is_pinned_in_one_version() -> None:
     constraints = (ROOT / "constraints.txt").read_text()
     assert len(re.findall(r"^torch==\S+$", constraints, re.MULTILINE)) == 1
@@ -83,3 +121,20 @@ def test_no_path_of_a_machine_in_the_project() -> None:
         ):
             text = path.read_text(encoding="utf-8", errors="ignore")
             assert not re.search(r"(?<![\w.])/(?:work|root|home)/\w", text), path
+
+
+def test_a_warning_has_a_sender_where_a_script_configures_no_logging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    ours, others = logging.getLogger("accel_scaler"), logging.getLogger("of_a_script")
+    for logger in (ours, others):
+        logger.info("no one asked for this")
+        logger.warning("window %d overflowed", 2)
+    assert capsys.readouterr().err == "accel_scaler: window 2 overflowed\nwindow 2 overflowed\n"
+    for configured in (ours, logging.root):  # by the script: that handler prints, no other
+        handler = logging.StreamHandler(sys.stderr)
+        configured.addHandler(handler)
+        ours.warning("window 3 overflowed")
+        configured.removeHandler(handler)
+        assert capsys.readouterr().err == "window 3 overflowed\n"

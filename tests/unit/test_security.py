@@ -26,7 +26,7 @@ SOURCES = [
 RUNS_WHAT_IT_READS = re.compile(
     r"^\s*(import|from) \w*(pickle|dill|joblib|marshal|shelve)|(?<![.\w])(?<!def )(eval|exec)\("
     r"|os\.(system|popen)|shell=True|allow_pickle=True"
-    r"|yaml\.(?!safe_load\b|BaseLoader\b|load\(text, yaml\.BaseLoader\))\w*[lL]oad"
+    r"|yaml\.(?!safe_load\b|BaseLoader\b|load\(\w+, yaml\.BaseLoader\))\w*[lL]oad"
     r"|subprocess\.\w+\(f?['\"]|torch\.load\((?!.*weights_only=True)",
     re.MULTILINE,
 )

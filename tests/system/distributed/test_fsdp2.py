@@ -7,16 +7,23 @@ before the gather.
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradScalerKwargs
 from async_support import lazy
 from children import on_two_ranks
+from support import reset, same, stock_fp16_on_cpu
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,11 +40,13 @@ from two_ranks import (
     DELAYED,
     EVERY,
     OFFLOAD,
+    OVERFLOW,
     OVERLAP,
     PREVIEW,
     SCALER,
     SHOWN,
     SKIPPED,
+    WINDOWS,
     batch,
     compare,
     differing,
@@ -50,7 +59,7 @@ from two_ranks import (
 )
 from versions import before_torch
 
-from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, attach
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
@@ -317,5 +326,64 @@ def test_sharded_half_precision_parameters_are_refused(dtype: torch.dtype, tmp_p
             with pytest.raises(UnsupportedError, match=r"sharded.*float32"):
                 AsyncOptimizer(inner, model, scaler=scaler, mode=mode)
         assert dict(vars(inner)) == before
+
+    on_two_ranks(body, tmp_path)
+
+
+def accelerate_shards_on_a_cpu() -> None:
+    """Let ``MULTI_CPU`` into the list of kinds for which Accelerate takes FSDP, in this rank."""
+    known = textwrap.dedent(inspect.getsource(AcceleratorState.__init__))
+    first = "DistributedType.MULTI_GPU,"
+    assert known.count(first) == 1
+    names: dict[str, Any] = {}
+    exec(known.replace(first, f"{first} DistributedType.MULTI_CPU,"), vars(accelerate.state), names)
+    AcceleratorState.__init__ = names["__init__"]
+
+
+def trained_by_accelerate(precision: str, step_mode: str | None) -> list[Any]:
+    """What Accelerate's own FSDP2 trains; without a mode stock, in fp16 with torch's scaler."""
+    reset()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        fsdp_plugin=plugin,
+        kwargs_handlers=[GradScalerKwargs(**SCALER)],
+    )
+    assert accelerator.distributed_type is DistributedType.FSDP
+    scaled = precision == "fp16"
+    if step_mode is not None:
+        attach(accelerator, step_mode=step_mode)
+    elif scaled:
+        stock_fp16_on_cpu(accelerator)
+    plain = net()
+    model, optimizer = accelerator.prepare(plain, optimizer_of("sgd", plain.parameters()))
+    assert all(hasattr(p, "placements") for p in model.parameters())
+    found: list[Any] = []
+    for window in range(WINDOWS):
+        x, y = batch(window, 0)
+        loss = nn.functional.mse_loss(model(x).float(), y)
+        is_bad = scaled and (window, dist.get_rank()) == (OVERFLOW, 1)
+        accelerator.backward(loss * (float("inf") if is_bad else 1.0))
+        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped = accelerator.optimizer_step_was_skipped
+        assert skipped == (scaled and window == OVERFLOW)
+        found.append([loss.detach(), whole(norm).isfinite(), skipped or whole(norm)])
+    scale = accelerator.scaler.get_scale() if scaled else 1.0
+    return [*found, scale, weights(model.parameters()), state_of(optimizer)]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_accelerates_own_fsdp2_trains_as_stock(precision: str, tmp_path: Path) -> None:
+    def body() -> None:
+        accelerate_shards_on_a_cpu()
+        stock, *ours = (trained_by_accelerate(precision, m) for m in (None, "sync", "overlap"))
+        assert [same(run, stock) for run in ours] == [True, True], [stock, *ours]
 
     on_two_ranks(body, tmp_path)

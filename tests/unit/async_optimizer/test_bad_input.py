@@ -67,7 +67,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ConfigError,
         "expected our GradScaler",
     ),
-    "a mode": (lambda: AsyncOptimizer(sgd([one()]), mode="later"), ConfigError, "'later'"),
+    "a mode": (lambda: AsyncOptimizer(sgd([one()]), step_mode="later"), ConfigError, "'later'"),
+    "its old name": (lambda: AsyncOptimizer(sgd([one()]), mode="soon"), ConfigError, "'soon'"),
     "an offload": (lambda: AsyncOptimizer(sgd([one()]), offload="gpu"), ConfigError, "'gpu'"),
     "threads": (
         lambda: AsyncOptimizer(sgd([one()]), optimizer_threads=0),

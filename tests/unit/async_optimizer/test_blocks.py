@@ -16,7 +16,7 @@ from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, UnsupportedError
-from accel_scaler.async_optimizer import blocks
+from accel_scaler.optimizer_step import blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "small_blocks")
 

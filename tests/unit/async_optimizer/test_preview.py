@@ -21,8 +21,8 @@ from telemetry_runs import windows_of
 from torch import Tensor
 
 from accel_scaler import AsyncOptimizer, UnsupportedError
-from accel_scaler.async_optimizer import blocks
 from accel_scaler.async_optimizer.preview import RULES, rule_of
+from accel_scaler.optimizer_step import blocks
 
 Make = Callable[..., torch.optim.Optimizer]
 

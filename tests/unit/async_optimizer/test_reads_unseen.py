@@ -297,6 +297,27 @@ def test_compiled_code_sees_the_update_in_one_graph(
     assert counter.frame_count == (1 if known else 2)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_optimizers_wait_once_each_before_a_compiled_call_and_leave_it(first: int) -> None:
+    model = network()
+    model.compile(backend="eager")
+    compiled, halves = model._compiled_call_impl, (model.a, model.b)
+    each = [AsyncOptimizer(sgd(half), model) for half in halves]
+    lengths = []
+    for step in range(4):
+        model(torch.full((2, 3), float(step))).sum().backward()
+        for optimizer in each:
+            optimizer.step()
+        calls: list[Any] = [model]
+        while (inner := getattr(calls[-1], "_compiled_call_impl", None)) is not None:
+            calls.append(inner)
+        lengths.append(len(calls))
+    assert lengths == [4] * 4  # the model, one call of each, the compiled one
+    each[first].close()
+    each[1 - first].close()
+    assert model._compiled_call_impl is compiled
+
+
 def test_a_compiled_function_of_something_else_costs_no_overlap() -> None:
     torch._dynamo.reset()
     model, seen = network(), []

@@ -176,8 +176,9 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
         ({}, {}),
         (None, {"step_mode": "overlap"}),
         ({"fp32_modules": ("*.none",)}, {}),
+        (None, {"fp32_modules": " *.none,", "optimizer_threads": "auto"}),
         (attachment.config, {}),
-        (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),  # type: ignore[arg-type]
+        (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),
     ):
         assert attach(accelerator, config, **keywords) is accelerator
     assert attachment_of(accelerator) is attachment
@@ -192,15 +193,22 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
         assert type(detach(accelerator)) is Accelerator
 
 
-def test_settings_by_name_outrank_the_replaced_scalers() -> None:
-    """Also where they are the defaults; a config's defaults do not."""
+def test_settings_by_name_outrank_the_replaced_scalers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they are the defaults, and in the environment; a config's defaults do not."""
     for config, keywords, scale, interval in (
         (None, {}, 1024.0, 7),
         (ScalerConfig(hysteresis=2), {}, 1024.0, 7),
         (None, {"init_scale": 65536.0}, 65536.0, 7),
         ({"growth_interval": 2000}, {}, 1024.0, 2000),
         (ScalerConfig(), {"init_scale": 65536.0, "growth_interval": 2000}, 65536.0, 2000),
+        ("2000", {}, 1024.0, 2000),
+        ("500", {"init_scale": 512.0}, 512.0, 500),
+        ("500", {"growth_interval": 7}, 1024.0, 7),
     ):
+        monkeypatch.delenv("ACCEL_SCALER_GROWTH_INTERVAL", raising=False)
+        if isinstance(config, str):
+            monkeypatch.setenv("ACCEL_SCALER_GROWTH_INTERVAL", config)
+            config = None
         handler = GradScalerKwargs(init_scale=1024.0, growth_interval=7)
         accelerator = attach(stock(kwargs_handlers=[handler]), config, **keywords)
         scaler, attachment = accelerator.scaler, attachment_of(accelerator)
@@ -236,7 +244,7 @@ def test_settings_that_a_launcher_attached_with_are_asked_for_or_replaced_once(
         ("overlap", {}, "attach: got 'overlap' as config, expected a ScalerConfig or a mapping"),
         ({"step_mod": "overlap"}, {}, "unknown field 'step_mod'. Did you mean step_mode"),
         (ScalerConfig(), {"heel": True}, "unknown field 'heel'. Did you mean heal?"),
-        ({"min_scale": "4"}, {}, "min_scale: got '4', expected a finite number"),
+        ({"min_scale": "low"}, {}, "min_scale: got 'low', expected a finite number"),
         (ScalerConfig(min_scale=8.0), {"max_scale": 4.0}, "min_scale=8.0, .* max_scale=4.0"),
         (None, {"telemetry": "."}, "telemetry: got '.', which .* it is a folder"),
     ],
@@ -249,6 +257,12 @@ def test_what_cannot_be_asked_for_changes_nothing(
         attach(accelerator, config, **keywords)
     assert "\n" not in str(caught.value)
     assert_untouched(accelerator)
+
+
+def test_accelerate_itself_refuses_our_config_among_its_handlers() -> None:
+    """As docs/start.md says."""
+    with pytest.raises(AssertionError, match=r"^Unsupported kwargs handler passed: ScalerConfig"):
+        Accelerator(cpu=True, kwargs_handlers=[ScalerConfig()])
 
 
 @pytest.mark.parametrize("target", [None, 3, mlp(), torch.amp.GradScaler("cpu")])

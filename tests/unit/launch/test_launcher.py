@@ -76,7 +76,8 @@ EVERY = ScalerConfig(
     skip_nonfinite=False, skip_norm_above="4.5x",
     delay_warmup_steps=8, delay_compensation="preview", offload="cpu", optimizer_threads=3,
     master_weights="fp32",
-    fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, find_overflow="replay",
+    fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, log_values=False,
+    find_overflow="replay",
     sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
@@ -198,12 +199,17 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
         (["--min_scale", "9", "--init_scale", "4", "train.py"], "(init_scale: command line;"),
         (["--config_file", "no.yaml", "no.py"], "'no.yaml', and there is no"),
         (["--multi_gpu", "--use_fsdp", "train.py"], "Accelerate refuses these arguments"),
+        (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with use_cpu and num_processes=2: "),
+        (["--config_file", "fsdp2_fp16", "--cpu", "train.py"], "each process would train alone"),
+        (["--config_file", "fsdp.yaml", "--num_processes", "1", "train.py"], ""),
+        (["--config_file", "fsdp.yaml", "--no_attach", "train.py"], ""),
     ],
 )  # fmt: skip
 def test_a_dry_run_prints_every_refusal_and_a_launch_raises_the_first(
     started: Started, capsys: pytest.CaptureFixture[str], argv: list[str], refused: str
 ) -> None:
     with_section("step_mode: later\nfind_overflow: true", "bad.yaml")
+    Path("fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n")
     Path("deepspeed.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 1\n")
     assert cli.main(["launch", "--dry_run", *argv]) == (2 if refused else 0)
     lines = capsys.readouterr().err.splitlines()
@@ -240,8 +246,10 @@ def test_accelerate_gets_its_own_arguments_and_no_other(started: Started) -> Non
 def test_the_section_is_taken_out_and_the_settings_are_printed(
     started: Started, capsys: pytest.CaptureFixture[str], quiet: bool
 ) -> None:
-    name = with_section("min_scale: 2\nstep_mode: overlap")
+    """Also those at their defaults: they outrank GradScalerKwargs in the script."""
+    name = with_section("min_scale: 2\nstep_mode: overlap\ngrowth_interval: 2000")
     assert main([*(["-q"] if quiet else []), "--config_file", name, "train.py"]) == 0
+    assert started.settings[f"{ENV_PREFIX}GROWTH_INTERVAL"] == "2000"
     assert started.config == yaml.safe_load(ACCELERATE)
     assert started.config_file is not None
     assert not started.config_file.parent.exists()

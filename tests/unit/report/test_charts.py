@@ -108,14 +108,14 @@ def test_the_time_of_a_step_is_what_the_clock_says(tmp_path: Path) -> None:
     run = read(tmp_path, lines)
     found = {line.label: line.y for line in chart("time", run).lines}
     # Nobody knows when a session's first window began.
-    assert found["whole step"] == [
+    assert found["whole step (ms)"] == [
         None,
         *[pytest.approx(100.0)] * 5,
         None,
         *[pytest.approx(100)] * 2,
     ]
-    assert found["optimizer's update"] == [*[pytest.approx(30.0)] * 6, None, None, None]
-    assert found["waiting for it"] == [*[pytest.approx(2.0)] * 6, None, None, None]
+    assert found["optimizer's update (ms)"] == [*[pytest.approx(30.0)] * 6, None, None, None]
+    assert found["waiting for it (ms)"] == [*[pytest.approx(2.0)] * 6, None, None, None]
     assert run.windows_per_second == pytest.approx(10.0)
 
 

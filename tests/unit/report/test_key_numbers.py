@@ -9,6 +9,7 @@ import telemetry_files as t
 
 from accel_scaler.report.key_numbers import NONE, TILES, key_numbers
 from accel_scaler.report.reader import read_run
+from accel_scaler.report.run import MAX_NOTED
 
 
 def tiles(tmp_path: Path, lines: list[Any]) -> dict[str, tuple[str, str]]:
@@ -50,3 +51,29 @@ def test_sessions_are_added_up_and_a_loss_that_is_no_number_is_shown(tmp_path: P
     found = tiles(tmp_path, lines)
     assert found["windows"] == ("50", "in 2 sessions")
     assert found["last loss"] == ("nan", "")
+
+
+def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> None:
+    lines = [
+        *(
+            t.start(),
+            t.noted(0, parameters=124439808, parameters_trained=294912, parameter_bytes=497759232),
+        ),
+        *(t.window(0), t.noted(0, eval_loss=2.5), t.window(1), t.noted(1, eval_loss=2.25)),
+        *(t.noted(1, eval_loss="nan"), t.noted(1, test_f1=0.5), t.noted(1, host_peak_bytes=2**31)),
+        *(t.noted(1, **{f"eval_{n}": n}) for n in range(99)),
+    ]
+    run = read_run(t.write(tmp_path / "run.jsonl", [*lines, t.end(2)]))
+    assert (run.windows, run.broken, len(run.noted)) == (2, 0, MAX_NOTED)
+    found = {each.name: f"{each.value} {each.more}".strip() for each in key_numbers(run)}
+    assert (
+        found.items()
+        >= {
+            "parameters": "124,439,808",
+            "parameters_trained": "294,912",
+            "parameter_bytes": "498 MB",
+            "eval_loss": "nan lowest 2.25, highest 2.5",
+            "test_f1": "0.5",
+            "host_peak_bytes": "2.15 GB",
+        }.items()
+    )

@@ -14,10 +14,12 @@ from accel_scaler.telemetry.record import (
     FORMAT,
     BrokenLineError,
     End,
+    Noted,
     Record,
     Start,
     decode,
     encode_line,
+    encode_noted,
     encode_window,
 )
 
@@ -91,6 +93,8 @@ def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
     line = encode_line("start", format=FORMAT, **facts, settings=settings, changed=["min_scale"])
     assert decode(line.encode()) == Start(FORMAT, facts, settings, ("min_scale",))
     assert decode(encode_line("names", names=NAMES).encode()) == NAMES
+    noted = Noted(3, {"eval_loss": 0.1, "test/x": -INF, "parameters": 10.0})
+    assert decode(encode_noted(noted.step, noted.values).encode()) == noted
     end = End(1.5, "StepError: it did not end")
     assert decode(encode_line("end", **dataclasses.asdict(end)).encode()) == end
 
@@ -145,6 +149,9 @@ BROKEN = {
     "a norm as a word": window(norms=["large", 1.0]),
     "update of negative length": window(optimizer_us=-5),
     "first no object": window(first=[1]),
+    "noted as a word": '{"kind":"noted","step":1,"values":{"eval_loss":"low"}}',
+    "noted no object": '{"kind":"noted","step":1,"values":[1]}',
+    "noted with 400 digits": '{"kind":"noted","step":1,"values":{"test_x":1%s}}' % ("0" * 400),
     "names no list": '{"kind":"names","names":"a"}',
     "end of a wrong time": '{"kind":"end","time":"soon"}',
     "start of an unknown kind of format": '{"kind":"start","format":"one"}',

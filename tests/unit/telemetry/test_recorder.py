@@ -1,15 +1,21 @@
-"""Norms under the names of their parameters, in the order of the model."""
+"""Norms under their parameters' names, in the model's order; and what belongs to no window."""
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from telemetry_runs import noted_in
 from torch import Tensor, nn
 
-from accel_scaler.scaling import GradNorm, ParameterNames
-from accel_scaler.telemetry.recorder import NameTable
+from accel_scaler import ScalerConfig
+from accel_scaler.scaling import GradNorm, GradScaler, ParameterNames
+from accel_scaler.telemetry.recorder import NameTable, Recorder, command_line, make_recorder
 
 
 def table_of(*models: nn.Module) -> NameTable:
@@ -65,3 +71,40 @@ def test_a_model_that_is_known_later_renames_its_parameters() -> None:
     assert told(table, found) == [("parameter 0 of group 0, shape (3, 2)", 1.0)]
     names.add_module(model)
     assert told(table, found) == [("0.weight", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("train.py --lr 1e-4 --tokenizer_name gpt2", "train.py --lr 1e-4 --tokenizer_name gpt2"),
+        ("train.py --hub_token hf_abc --lr 1", "train.py --hub_token ... --lr 1"),
+        ("t.py --wandb-key=abc -token x", "t.py --wandb-key=... -token ..."),
+        ("t.py --push_to_hub_token --lr 1", "t.py --push_to_hub_token --lr 1"),
+        ("'a b.py' 'x=y z'", "'a b.py' 'x=y z'"),
+        ("t.py " + "x" * 3000, "t.py " + "x" * 1995),
+        ("", ""),
+    ],
+)
+def test_the_command_line_is_kept_without_secrets(typed: str, kept: str) -> None:
+    assert command_line(shlex.split(typed)) == kept
+
+
+def test_of_a_model_in_two_modules_each_parameter_is_there_once_and_none_that_is_not_made() -> None:
+    names, model = ParameterNames(), nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(1))
+    names.add_module(model)
+    names.add_module(model[0])
+    assert list(map(id, names.parameters())) == list(map(id, model[0].parameters()))
+
+
+def test_of_what_is_logged_evaluations_are_noted_and_no_tensor_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    recorder = make_recorder(GradScaler("cpu"), ScalerConfig(telemetry=path), {"rank": 0})
+    given = {"eval_loss": 1.5, "val/acc": True, "test_f1": math.nan, "validation/n": 10**400}
+    ignored = {"loss": 1.0, "evaluation": 2, "eval_runtime": 3.0, "eval_steps_per_second": 4.0}
+    recorder.note({**given, **ignored, "eval_tensor": torch.ones(()), "eval_text": "x", 7: 1.0})
+    recorder.note(ignored)
+    recorder.close()
+    noted = noted_in(path)
+    assert noted.pop("host_peak_bytes")
+    assert noted == {k: ["nan" if v != v else v] for k, v in given.items()}
+    assert Recorder(GradScaler("cpu")).note(given) is None

@@ -1,4 +1,8 @@
-"""One pass over an arena, block by block: cast, unscale, clip, update, publish.
+"""torch's fused kernels called directly: one pass over an arena, block by block.
+
+A block is cast, unscaled and clipped, updated, published. ``step()`` of torch's optimizers gathers
+lists in Python and counts each parameter's steps apart; with thousands of small tensors that takes
+longer than the update. Kernels and arguments are the same here, so are the results, bit for bit.
 
 Note [Blocks]
 -------------
@@ -9,7 +13,8 @@ kernel updates the block, and the block is rounded into the model.
 
 The kernel is given a list of views, one a parameter, not the block as one tensor: the last elements
 of a tensor, which do not fill a vector register, may get other bits than they would in its middle
-(torch 2.13, ``exp_avg_sq``). A large parameter is cut where registers end.
+(torch 2.13, ``exp_avg_sq``). A large parameter is cut where registers end. Where the kernel is all
+that there is to do, it gets all parameters at once.
 """
 
 from __future__ import annotations
@@ -23,16 +28,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optimizer_step import call_adam, is_plain
 from ..scaling import LOW_PRECISION, SMALL, DeferredUnscale, is_uniform, run_on_one_thread
-from .arena import Where, flat, is_dense
-from .master_params import ParameterPair
-from .streams import SideStreams
+from .arena import Placed, Where, flat, is_dense
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 20
 """Elements in a block: what stays in a core's cache; on a device few launches matter instead."""
 
-DTYPES = LOW_PRECISION | {torch.float32}
+FULL = frozenset({torch.float32})
+DTYPES = LOW_PRECISION | FULL
 
 Group = Mapping[str, Any]
 
@@ -44,10 +47,22 @@ class FusedRule(NamedTuple):
     """Whether the kernel does all that ``step()`` does for this group."""
     keys: Callable[[Group], tuple[str, ...]]
     """The state with the parameter's shape."""
-    call: Callable[[type[Optimizer], Group, Block, list[Tensor], bool], None]
-    """For a class, a group, a block and its gradients; the last: whether it is the first step."""
+    call: Callable[[type, Group, Block, list[Tensor], Tensor | None, bool], None]
+    """For a class, a group, a block, its gradients and what divides them; the last: whether it is
+    the first step."""
     counts: bool
     """State has ``step``."""
+
+
+def _is_plain(group: Group) -> bool:
+    lr = group["lr"]
+    return (
+        bool(group["fused"])
+        and not group["differentiable"]
+        and not group.get("capturable")
+        and all(isinstance(beta, float) for beta in group.get("betas", ()))
+        and not (isinstance(lr, Tensor) and lr.device.type != "cpu")
+    )
 
 
 def _adam_keys(group: Group) -> tuple[str, ...]:
@@ -55,21 +70,27 @@ def _adam_keys(group: Group) -> tuple[str, ...]:
 
 
 def _call_adam(
-    kind: type[Optimizer], group: Group, block: Block, grads: list[Tensor], is_first: bool
+    kind: type, group: Group, block: Block, grads: list[Tensor], divide: Tensor | None, first: bool
 ) -> None:
     averages, squares, *largest = block.state
     lists = [block.masters, grads, averages, squares, *(largest or [[]]), block.counts]
-    call_adam(kind, group, lists, None)
+    names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+    settings = {name: group[name] for name in names}
+    settings["beta1"], settings["beta2"] = group["betas"]
+    # Before torch 2.7 no group says it.
+    decoupled = group.get("decoupled_weight_decay", issubclass(kind, torch.optim.AdamW))
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    kernel(*lists, **settings, grad_scale=divide, found_inf=None)
 
 
 def _call_sgd(
-    kind: type[Optimizer], group: Group, block: Block, grads: list[Tensor], is_first: bool
+    kind: type, group: Group, block: Block, grads: list[Tensor], divide: Tensor | None, first: bool
 ) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     settings = {name: group[name] for name in names}
     (velocity,) = block.state or [[]]
-    settings["is_first_step"] = is_first and bool(velocity)
-    torch._fused_sgd_(block.masters, grads, velocity, **settings)
+    settings["is_first_step"] = first and bool(velocity)
+    torch._fused_sgd_(block.masters, grads, velocity, **settings, grad_scale=divide)
 
 
 def _sgd_keys(group: Group) -> tuple[str, ...]:
@@ -80,9 +101,9 @@ def _sgd_keys(group: Group) -> tuple[str, ...]:
 class Block:
     """Some parameters, or a piece of one; the lists have an entry for each."""
 
-    places: slice
+    places: Sequence[int]
     """Of its parameters among those of the run."""
-    slots: range
+    slots: list[int]
     """In the arena."""
     piece: slice | None
     """Its elements in its only parameter; None: all of its parameters."""
@@ -123,11 +144,11 @@ class Block:
         )
 
 
-ADAM = FusedRule(is_plain, _adam_keys, _call_adam, counts=True)
+ADAM = FusedRule(_is_plain, _adam_keys, _call_adam, counts=True)
 RULES = {
     torch.optim.Adam: ADAM,
     torch.optim.AdamW: ADAM,
-    torch.optim.SGD: FusedRule(is_plain, _sgd_keys, _call_sgd, counts=False),
+    torch.optim.SGD: FusedRule(_is_plain, _sgd_keys, _call_sgd, counts=False),
 }
 
 
@@ -162,28 +183,30 @@ class Run:
 
     Args:
         state: of what is stepped, by parameter; is to be the same for the life of this.
-        is_sent: float32 gradients were unscaled before they were sent to host memory.
         memory: of :meth:`scratch`.
+        is_sent: float32 gradients were unscaled before they were sent to host memory.
+        sends: masters' new values are sent to a device, which need not have them on return.
     """
 
     def __init__(
         self,
-        pairs: Sequence[ParameterPair],
+        pairs: Sequence[Placed],
         rule: FusedRule,
         group: Group,
         state: Mapping[Tensor, dict[str, Any]],
-        streams: SideStreams,
-        is_sent: bool,
         memory: Scratch,
+        *,
+        is_sent: bool = False,
+        sends: bool = False,
     ) -> None:
-        self.pairs, self._rule, self._state, self._streams = list(pairs), rule, state, streams
-        self._is_sent, self._memory = is_sent, memory
+        self.pairs, self._rule, self._state, self._memory = list(pairs), rule, state, memory
+        self._is_sent, self._sends = is_sent, sends
         self._takes, self.keys = rule.takes(group), rule.keys(group)
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
         self._strides = [pair.stepped.stride() for pair in pairs]
-        self._blocks: dict[tuple[int, int], list[Block]] = {}
-        """By their first and last place."""
+        self._blocks: dict[tuple[int, int, bool], list[Block]] = {}
+        """By their first and last place, and whether they are whole."""
         self._limit = HOST_BLOCK if self._arena.device.type == "cpu" else DEVICE_BLOCK
         self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
 
@@ -191,18 +214,21 @@ class Run:
         """Whether the settings still ask for the same kernel over the same state."""
         return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self.keys)
 
-    def takes(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether the kernel can step it with these gradients; some may be missing."""
+    def takes(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
+        """Whether the kernel can step it with these gradients; some may be missing.
+
+        Args:
+            whole: with all that have no master at once, from the gradients as they are.
+        """
         found, arena = [grad for grad in grads if grad is not None], self._arena
         where = set(arena.where[self._slots])
-        return self._takes and (
-            not found
-            or (
-                is_uniform(found, DTYPES)
-                and found[0].device == arena.device
-                and where <= ({Where.HERE, Where.NOWHERE} if arena.has_masters else {Where.HERE})
-                and self.is_laid_out(grads)
-            )
+        if not found or not self._takes or (whole and arena.has_masters):
+            return self._takes and not found
+        return (
+            is_uniform(found, FULL if whole else DTYPES)
+            and found[0].device == arena.device
+            and where <= ({Where.HERE, Where.NOWHERE} if arena.has_masters else {Where.HERE})
+            and self.is_laid_out(grads, whole)
         )
 
     def counts(self, a: int, b: int) -> list[float]:
@@ -214,10 +240,13 @@ class Run:
             return found
         return list(map(float, counts))
 
-    def is_laid_out(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether gradients can be gathered piece by piece where they have to be."""
-        large = ((grads[i], self._strides[i]) for i in self._large)
-        return all(grad is None or grad.stride() == strides for grad, strides in large)
+    def is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
+        """Whether gradients can be gathered piece by piece where they have to be; ``whole``: they
+        are like their parameters, which are as they were (``.data`` may be assigned)."""
+        places, strides = range(len(grads)) if whole else self._large, self._strides
+        return all((g := grads[i]) is None or g.stride() == strides[i] for i in places) and not (
+            whole and strides != [pair.stepped.stride() for pair in self.pairs]
+        )
 
     def step(
         self,
@@ -225,7 +254,8 @@ class Run:
         group: Group,
         grads: Sequence[Tensor | None],
         deferred: DeferredUnscale,
-        publishes: bool,
+        publishes: bool = False,
+        whole: bool = False,
         follow: Callable[[Run, int, int], Follower | None] | None = None,
     ) -> None:
         """Update every parameter that has a gradient.
@@ -234,6 +264,7 @@ class Run:
             group: the hyperparameters.
             deferred: what is still to be done to the gradients: in place to float32 ones.
             publishes: write masters' new values to the model.
+            whole: it :meth:`takes` them so, and ``deferred`` is what the kernel divides by.
             follow: from the first and last place, what follows each of their blocks.
         """
         arena = self._arena
@@ -246,10 +277,14 @@ class Run:
             if self._rule.counts:
                 arena.counts[slots].add_(1)
             follower = None if follow is None else follow(self, a, b)
-            for block in self.blocks_of(a, b):
-                final = self.gather(block, grads, deferred)
+            for block in self.blocks_of(a, b, whole):
+                if whole:
+                    final = cast("list[Tensor]", [grads[i] for i in block.places])
+                else:
+                    final = self.gather(block, grads, deferred)
                 with run_on_one_thread(block.is_small):
-                    self._rule.call(kind, group, block, final, is_first)
+                    divide = deferred.divide if whole else None
+                    self._rule.call(kind, group, block, final, divide, is_first)
                 if publishes and arena.has_masters:
                     self._publish(block)
                 if follower is not None:
@@ -270,7 +305,8 @@ class Run:
         What is narrower than float32, or laid out unlike its parameter, is copied into scratch;
         ``copies``: all is.
         """
-        pairs, found = self.pairs[block.places], cast("list[Tensor]", list(grads[block.places]))
+        pairs = [self.pairs[i] for i in block.places]
+        found = cast("list[Tensor]", [grads[i] for i in block.places])
         if block.piece is not None:
             found = [flat(found[0])[block.piece]]
         low = [grad.dtype in LOW_PRECISION for grad in found]
@@ -311,13 +347,21 @@ class Run:
         if block.staging:
             torch._foreach_copy_(block.staging, source)
             source = block.staging
-        torch._foreach_copy_(block.targets, source, non_blocking=self._streams.copies_beside)
+        torch._foreach_copy_(block.targets, source, non_blocking=self._sends)
 
-    def blocks_of(self, a: int, b: int) -> list[Block]:
-        """The places from ``a`` to ``b``, which have state, in blocks."""
-        if (a, b) not in self._blocks:
-            self._blocks[a, b] = list(self._cut(a, b))
-        return self._blocks[a, b]
+    def blocks_of(self, a: int, b: int, whole: bool = False) -> list[Block]:
+        """The places from ``a`` to ``b``, which have state, in blocks; ``whole``: small ones in
+        one, large ones in another, wherever they are in the arena."""
+        if (a, b, whole) not in self._blocks:
+            blocks = self._by_size(a, b) if whole else self._cut(a, b)
+            self._blocks[a, b, whole] = list(blocks)
+        return self._blocks[a, b, whole]
+
+    def _by_size(self, a: int, b: int) -> Iterator[Block]:
+        is_small = [length <= SMALL for length in self._arena.lengths[self._slots]]
+        for kind in (True, False):
+            if places := [place for place in range(a, b) if is_small[place] is kind]:
+                yield self._block(places)
 
     def _cut(self, a: int, b: int) -> Iterator[Block]:
         start, arena = a, self._arena
@@ -330,33 +374,34 @@ class Run:
 
     def _blocks_from(self, c: int, d: int) -> Iterator[Block]:
         """One block of whole parameters, or the pieces of a large one."""
-        arena, pairs, first = self._arena, self.pairs[c:d], self._first + c
-        begin, end = arena.offsets[first], arena.end(self._first + d - 1)
-        entries = [self._state[pair.stepped] for pair in pairs]
-        masters = [pair.stepped.data for pair in pairs]
+        whole = self._block(range(c, d))
+        if whole.length <= self._limit or not is_dense(self.pairs[c].target):
+            yield whole
+        else:
+            for i in range(0, whole.length, self._limit):
+                yield whole.part(slice(i, min(i + self._limit, whole.length)))
+
+    def _block(self, places: Sequence[int]) -> Block:
+        arena, pairs = self._arena, [self.pairs[i] for i in places]
+        slots, entries = [pair.slot for pair in pairs], [self._state[p.stepped] for p in pairs]
+        masters, begin = [pair.stepped.data for pair in pairs], arena.offsets[slots[0]]
         state = [[entry[key] for entry in entries] for key in self.keys]
-        whole = Block(
-            places=slice(c, d),
-            slots=range(first, first + d - c),
+        return Block(
+            places=places,
+            slots=slots,
             piece=None,
             begin=begin,
-            length=end - begin,
-            strides=self._strides[c:d],
-            is_small=arena.device.type == "cpu"
-            and max(arena.lengths[first : first + d - c]) <= SMALL,
+            length=arena.end(slots[-1]) - begin,
+            strides=[self._strides[i] for i in places],
+            is_small=arena.device.type == "cpu" and max(arena.lengths[i] for i in slots) <= SMALL,
             masters=masters,
             state=state,
             counts=[entry["step"] for entry in entries] if self._rule.counts else [],
             staging=[pair.staging for pair in pairs if pair.staging is not None],
             targets=[pair.target for pair in pairs],
             previews=[pair.preview for pair in pairs if pair.preview is not None],
-            is_joined=all(arena.are_neighbours(first, row) for row in (masters, *state)),
+            is_joined=all(arena.are_neighbours(slots, row) for row in (masters, *state)),
         )
-        if end - begin <= self._limit or not is_dense(pairs[0].target):
-            yield whole
-        else:
-            for i in range(0, end - begin, self._limit):
-                yield whole.part(slice(i, min(i + self._limit, end - begin)))
 
 
 def _joined(views: Sequence[Tensor], length: int) -> Tensor:
@@ -369,26 +414,18 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
     return RULES.get(type(optimizer))
 
 
-def neighbours(pairs: Sequence[ParameterPair], places: Sequence[int]) -> Iterator[list[int]]:
+def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[int]]:
     """``places`` of pairs, those that are neighbours in one arena together."""
-    run: list[int] = []
-    for place in places:
-        last = pairs[run[-1]] if run else None
-        if last is not None and (last.arena, last.slot + 1) != (
-            pairs[place].arena,
-            pairs[place].slot,
-        ):
-            yield run
-            run = []
-        run.append(place)
-    if run:
-        yield run
+    for _, some in groupby(
+        enumerate(places), lambda each: (pairs[each[1]].arena, pairs[each[1]].slot - each[0])
+    ):
+        yield [place for _, place in some]
 
 
 def stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
     """The begin and end of each run of places that are of one kind, but for those left out."""
     end = 0
     for (is_left_out, _), some in groupby(zip(left_out, kinds, strict=True)):
-        begin, end = end, end + sum(1 for _ in some)
+        begin, end = end, end + len(list(some))
         if not is_left_out:
             yield begin, end

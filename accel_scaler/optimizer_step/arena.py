@@ -1,24 +1,22 @@
-"""Flat memory for float32 masters and their optimizer state."""
+"""Memory for float32 masters and optimizer state, and who has which place in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
+from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-
-MASTER = "master"
-"""The key of a parameter's float32 master, here and in its saved state."""
 
 ALIGNED = 16
 """Elements: each parameter begins at a multiple of 64 bytes."""
 
 
-class Where(Enum):
+class Where(IntEnum):
     """Whether a fused kernel of torch can be called with a parameter's state."""
 
     NOWHERE = auto()
@@ -68,8 +66,6 @@ class Arena:
         ]
         self.where = [Where.NOWHERE] * len(targets)
         """The state of each one."""
-        if has_masters:
-            self.views(MASTER)
 
     def end(self, slot: int) -> int:
         """Where its elements end."""
@@ -87,10 +83,10 @@ class Arena:
         place = memory.storage_offset() + self.offsets[slot] - begin
         return memory.as_strided(self.shapes[slot], self.strides[slot], place)
 
-    def are_neighbours(self, slot: int, views: Sequence[Tensor]) -> bool:
-        """Whether they lie in memory as ``slot`` and those behind it do here."""
-        begin, start = views[0].data_ptr(), self.offsets[slot]
-        places = (begin + 4 * (offset - start) for offset in self.offsets[slot:])
+    def are_neighbours(self, slots: Sequence[int], views: Sequence[Tensor]) -> bool:
+        """Whether they lie in memory as these slots do here."""
+        begin, start = views[0].data_ptr(), self.offsets[slots[0]]
+        places = (begin + 4 * (self.offsets[slot] - start) for slot in slots)
         return all(map(int.__eq__, map(Tensor.data_ptr, views), places))
 
     def _allocate(self, key: str) -> Tensor:
@@ -167,6 +163,48 @@ class Arena:
 
     def _view_of(self, name: str, slot: int) -> Tensor:
         return self._count_views[slot] if name == "step" else self.views(name)[slot]
+
+
+class Placed:
+    """A parameter with a place in an arena, and what is stepped for it: itself, unless it has a
+    master."""
+
+    staging: Tensor | None = None
+    """Host memory, from which new values are sent to the device."""
+    preview: Tensor | None = None
+    """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
+
+    def __init__(self, param: Tensor, group: int, arena: Arena, slot: int) -> None:
+        self.param = self.stepped = self.target = param
+        self.group, self.arena, self.slot = group, arena, slot
+
+    @property
+    def has_state(self) -> bool:
+        """Its optimizer state is known, as of the last step that was handed over."""
+        return self.arena.where[self.slot] is Where.HERE
+
+
+class Held:
+    """Objects as they were, to see whether others are in their places.
+
+    Args:
+        placed: where these are in memory, too: ``.data`` may be assigned.
+    """
+
+    def __init__(self, values: Sequence[Any], placed: Sequence[Any]) -> None:
+        self._values = values
+        self._tensors = [each for each in placed if type(each) in (Tensor, nn.Parameter)]
+        self._places = list(map(Tensor.data_ptr, self._tensors))
+
+    def is_current(self, values: Sequence[Any]) -> bool:
+        """Whether ``values`` are these, where they were."""
+        places = map(Tensor.data_ptr, self._tensors)
+        return are_same(values, self._values) and list(places) == self._places
+
+
+def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether they hold the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def is_dense(t: Tensor) -> bool:

@@ -1,0 +1,126 @@
+"""``accel-scaler test``: arguments, ranks, the table, the file and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ..console import say
+from ..errors import ConfigError
+from ..version import __version__
+
+if TYPE_CHECKING:
+    from .rows import Result
+
+OTHERS = ("ACCELERATE_", "ACCEL_SCALER_")
+"""What a user or a launcher has set with these would change what a row runs."""
+USE_CPU, DEVICE = "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"
+NUMBERS = ("window_ms", "waits_ms", "device_bytes", "host_bytes")
+ROW = "{:<22}  {:<7}  {:<45} {:<45}  {}"
+MODE = "{:<16} {:>10} {:>10} {:>7} {:>7} {:>9}  {}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``accel-scaler test`` to a parser."""
+    parser.description = (
+        "Train a few windows on this device, attached and in plain torch, and compare them bit for "
+        "bit; then time what each step mode hides here, for a model of a given size. It takes less "
+        "than a minute and no network. The exit status is 1 if a row fails."
+    )
+    size = "size of that model (default: 350M)"
+    parser.add_argument("--parameters", metavar="N", default="350M", help=size)
+    parser.add_argument("--json", metavar="FILE", help="write rows and estimates there, too")
+    device = "such as cpu, cuda:1 or mps (default: what Accelerate takes)"
+    parser.add_argument("--device", metavar="NAME", help=device)
+    ranks = "ranks on this machine, by Accelerate's launcher (default: 1)"
+    parser.add_argument("--num_processes", metavar="N", type=int, default=1, help=ranks)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what ``add_arguments`` describes; 0, or 1 if a row failed. Raises ``ConfigError`` for a
+    file that cannot be written."""
+    if args.json:
+        folder = os.path.dirname(os.path.abspath(args.json))
+        if os.path.isdir(args.json) or not os.access(folder, os.W_OK):
+            raise ConfigError(f"--json {args.json}: cannot be written; give another place.")
+    with _environment(args.device):
+        from .rows import Result, device, in_turn, read_size
+
+        first, size = [device(args.num_processes)], read_size(args.parameters)
+        if size == 0:
+            about = "a number above 0, such as 350M or 1.5B"
+            first.append(Result("parameters", "failed", args.parameters, about))
+        is_ready = all(row.status == "ok" for row in first)
+        if is_ready and args.num_processes > 1:
+            return _launch(args, first[0].got.startswith("cpu"))
+        found: list[Result] = []
+        for row in in_turn(first, size) if is_ready else first:
+            if not found:
+                say(ROW.format("row", "status", "got", "expected", ""))
+            found.append(row)
+            say(ROW.format(row.row, row.status, row.got, row.expected, row.reason).rstrip())
+    if found:  # rank 0 has them
+        _end(found, args.json)
+    return int(any(row.status == "failed" for row in found))
+
+
+def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
+    """The same on several ranks; the exit status of the one that failed first."""
+    from ..launch.launcher import main as launch
+
+    os.environ.pop(DEVICE, None)  # each rank takes its own; they inherit the rest
+    if is_cpu:
+        os.environ[USE_CPU] = "true"
+    flags = ["--no_attach", "--quiet", "--multi_gpu", "--num_processes", str(args.num_processes)]
+    flags += ["--num_machines", "1", "--main_process_port", "0", "--module", "accel_scaler", "test"]
+    flags += ["--parameters", args.parameters] + ["--json", args.json] * bool(args.json)
+    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:  # torchrun leaves its own
+        return launch(["--log_dir", folder, *flags])
+
+
+def _end(found: list[Result], path: str | None) -> None:
+    """The estimates, the verdict and the file."""
+    estimates = [each for row in found for each in row.estimates]
+    if estimates:
+        say("\n" + MODE.format("", "window", "waits", "device", "host", "of waits", "a line for"))
+        say(MODE.format("mode", "ms", "ms", "bytes", "bytes", "hidden", "a config file"))
+    for each in estimates:
+        numbers = [f"{each[key]:.1f}" for key in NUMBERS]
+        share = each["hidden"]
+        hidden = "?" if share is None else f"{min(share, 1):.0%}" if share > 0 else "nothing"
+        say(MODE.format(each["mode"], *numbers, hidden, each["paste"]))
+    statuses = [row.status for row in found]
+    counts = {name: statuses.count(name) for name in ("ok", "not run", "failed")}
+    say("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    if path is not None:
+        content = {"accel_scaler": __version__, **counts, "rows": [asdict(row) for row in found]}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+
+
+@contextmanager
+def _environment(device: str | None) -> Iterator[None]:
+    """Only the device is set for Accelerate, and nobody warns; afterwards all is as before."""
+    before, disabled = dict(os.environ), logging.root.manager.disable
+    for name in before:
+        if name.startswith(OTHERS) and (device or name not in (USE_CPU, DEVICE)):
+            del os.environ[name]
+    if device:
+        os.environ.update({USE_CPU: "true"} if device == "cpu" else {DEVICE: device})
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        logging.disable(disabled)

@@ -1,0 +1,181 @@
+"""The rows of the test. A new one is an entry of ``CASES`` or of ``ROWS``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import accelerate
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+
+from ..console import number
+from ..devices import device_name, present_type
+from ..errors import UnsupportedError
+from ..scaling import GradScaler
+from .estimate import estimate
+from .training import WINDOWS, Case, Seen, joined, reference, scaled_by, trained
+
+OVERLAP = {"step_mode": "overlap"}
+CASES = {
+    "skip, clip, accumulate": Case(),
+    "overlap is sync": Case(adam=True, settings=OVERLAP),
+    "delayed": Case(settings={"step_mode": "delayed", "delay_compensation": "none"}),
+    "delayed, previewed": Case(settings={"step_mode": "delayed"}),
+    "offload": Case(adam=True, settings={**OVERLAP, "offload": "cpu"}),
+    "float16 weights": Case(weights=torch.float16, settings=OVERLAP),
+    "bfloat16 weights": Case(
+        precision="bf16", weights=torch.bfloat16, settings={**OVERLAP, "master_weights": "fp32"}
+    ),
+}
+"""Each is trained attached, and by ``reference`` in plain torch."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row; ``"not run"``: this device, or what is installed here, cannot do it (``reason``)."""
+
+    row: str
+    status: Literal["ok", "failed", "not run"]
+    got: str = ""
+    expected: str = ""
+    reason: str = ""
+    estimates: list[dict[str, Any]] = field(default_factory=list)
+    """Of the last row; see :func:`estimate`."""
+
+
+def compare(row: str, got: Seen, expected: Seen) -> Result:
+    """``"ok"`` if all is equal, bit for bit; else the first thing that differs is told."""
+    for at, (one, other) in enumerate(zip(got.windows, expected.windows, strict=True)):
+        if one != other:
+            return Result(row, "failed", f"{at}: {one}", f"{at}: {other}")
+    for name in ("weights", "state"):
+        mine, plain = getattr(got, name), getattr(expected, name)
+        if not mine.equal(plain):
+            many, most = int((mine != plain).sum()), float((mine - plain).abs().max())
+            reason = f"{many} of {len(plain)} differ, by up to {most:.2g}"
+            texts = (f"{name} {_digest(mine)}", f"{name} {_digest(plain)}")
+            return Result(row, "failed", texts[0], texts[1], reason)
+    return Result(row, "ok", _summary(got), _summary(expected))
+
+
+def _summary(seen: Seen) -> str:
+    skips, scale = sum(window.skipped for window in seen.windows), number(seen.windows[-1].scale)
+    return f"{skips} of {len(seen.windows)} skipped, scale {scale}, weights {_digest(seen.weights)}"
+
+
+def _digest(t: torch.Tensor) -> str:
+    return f"{zlib.crc32(t.numpy().tobytes()):08x}"
+
+
+def scaler(row: str) -> Result:
+    return compare(row, scaled_by(GradScaler), scaled_by(torch.amp.GradScaler))
+
+
+def beside_plain_torch(case: Case, row: str) -> Result:
+    return compare(row, trained(case), reference(case))
+
+
+def resume(row: str) -> Result:
+    """Saved half-way by one run, continued by another; beside a run that is not interrupted."""
+    case = CASES["overlap is sync"]
+    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
+        shared = broadcast_object_list([folder])[0]
+        first = trained(case, range(WINDOWS // 2), save=shared)
+        rest = trained(case, range(WINDOWS // 2, WINDOWS), load=shared)
+        PartialState().wait_for_everyone()
+    return compare(row, rest._replace(windows=first.windows + rest.windows), trained(case))
+
+
+def ranks(row: str) -> Result:
+    """Each has rows of its own, the last one alone overflows: all skip, and stay alike."""
+    every = gather_object([trained(CASES["overlap is sync"])])
+    if len(every) == 1:
+        return Result(row, "not run", reason="one process; --num_processes 2 runs it")
+    results = [compare(row, each, every[0]) for each in every]
+    return next((each for each in results if each.status == "failed"), results[0])
+
+
+def hidden(size: int, row: str) -> Result:
+    found, how = estimate(size, PartialState().device.type == "cpu")
+    return Result(row, "ok", how, estimates=found)
+
+
+ROWS: dict[str, Callable[[str], Result]] = {
+    "scaler is torch's": scaler,
+    **{name: partial(beside_plain_torch, case) for name, case in CASES.items()},
+    "save and resume": resume,
+    "ranks agree": ranks,
+}
+
+
+def device(processes: int) -> Result:
+    """Whether the device that is named, or the one that Accelerate takes, is there."""
+    row, present = "device", present_type()
+    default = "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else present
+    name = os.environ.get("ACCELERATE_TORCH_DEVICE", default)
+    try:
+        found = torch.empty(1, device=name).device
+        if found.type not in ("cpu", present):
+            raise ValueError(f"no device that trains; torch.accelerator is {present}")
+    except Exception as error:  # of a class for each backend
+        expected = "cpu" if present == "cpu" else f"cpu or {present}"
+        return Result(row, "failed", name, expected, _line(error))
+    most = torch.accelerator.device_count() if found.type != "cpu" else max(processes, 1)
+    if not 1 <= processes <= most:
+        return Result(
+            row, "failed", f"{processes} processes", f"1 to {most}, each on a {found.type}"
+        )
+    versions = f"torch {torch.__version__}, Accelerate {accelerate.__version__}"
+    return Result(row, "ok", f"{found.type}, {device_name(found)}", reason=versions)
+
+
+def read_size(text: str) -> int:
+    """``"350M"`` as a number; 0 if it is none."""
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([KMB]?)\s*", text.upper())
+    return 0 if match is None else round(float(match[1]) * 1000 ** " KMB".index(match[2] or " "))
+
+
+def in_turn(first: list[Result], size: int) -> Iterator[Result]:
+    """``first``, then every row as soon as it is there; on other ranks than 0 nothing."""
+    names = [*ROWS, "what is hidden here"]
+    with joined() as state:
+        yield from first if state.is_main_process else ()
+        for name in names:
+            mine = attempt(name, ROWS.get(name, partial(hidden, size)))
+            try:
+                every: list[Result] = gather_object([mine])
+            except RuntimeError as error:
+                names.clear()  # the ranks are apart: each tells its own, and no row follows
+                print(f"rank {state.process_index}: {mine}", file=sys.stderr)
+                every = [Result(name, "failed", _line(error), "an answer of each rank")]
+            if state.is_main_process:
+                yield next((each for each in every if each.status == "failed"), mine)
+
+
+def attempt(name: str, function: Callable[[str], Result]) -> Result:
+    """The row on this rank; what it raises is a failure.
+
+    But not what torch or Accelerate has not for a device, nor off CPU and CUDA a refusal of ours.
+    """
+    kind = PartialState().device.type
+    lacks = () if kind == "cpu" else (NotImplementedError,)
+    refuses = () if kind in ("cpu", "cuda") else (UnsupportedError,)
+    try:
+        return function(name)
+    except (*lacks, *refuses) as error:
+        return Result(name, "not run", reason=_line(error))
+    except Exception as error:  # of any class: it is told
+        return Result(name, "failed", _line(error), "no error")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,233 @@
+"""One short training: attached, as users write it, and the same in plain torch.
+
+Six windows of two micro-batches with clipping and a schedule; in the fourth the loss of the last
+rank is inf. Each rank has data of its own. Both runs share what Accelerate prepares: autocast, and
+DDP where there are ranks. All that follows a backward is written out in :func:`reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
+from torch import Tensor, nn
+
+from ..config import ScalerConfig
+from ..errors import AccelScalerError
+from ..integrations import attach, detach
+from ..scaling import GradScaler
+
+WINDOWS, MICRO_BATCHES, OVERFLOW = 6, 2, 3
+SCALE: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
+CLIP, LR, MOMENTUM = 0.5, 0.05, 0.9
+LIMIT = timedelta(seconds=60)
+"""A rank that waits longer for another one fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How a training runs; its ``settings`` are fields of ``ScalerConfig``."""
+
+    precision: str = "fp16"
+    weights: torch.dtype = torch.float32
+    adam: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Window(NamedTuple):
+    """``scale`` and learning rate are those after it, ``norm`` is the one before clipping."""
+
+    skipped: bool
+    scale: float
+    lr: float
+    norm: float
+
+
+class Seen(NamedTuple):
+    """What a run showed; the tensors are float32, on the CPU, of shape (n,)."""
+
+    windows: list[Window]
+    weights: Tensor
+    state: Tensor
+
+
+@contextmanager
+def joined() -> Iterator[PartialState]:
+    """The ranks, if it was launched with some. Accelerate's state is new, and so it is left."""
+    AcceleratorState._reset_state(True)
+    state = PartialState(parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=LIMIT)
+    try:
+        yield state
+    finally:
+        state.destroy_process_group()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+@contextmanager
+def lacks() -> Iterator[None]:
+    """What Accelerate and torch do not have for this device is a ``NotImplementedError``."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise NotImplementedError(str(error)) from error
+
+
+@contextmanager
+def attached(precision: str, **settings: Any) -> Iterator[Any]:
+    """A new accelerator with these settings alone; detached at the end."""
+    AcceleratorState._reset_state()  # it holds the precision of the one before
+    plugin = GradientAccumulationPlugin(num_steps=MICRO_BATCHES)
+    with lacks():
+        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=plugin)
+    attach(accelerator, ScalerConfig(**settings))
+    try:
+        yield accelerator
+    except BaseException:
+        with suppress(AccelScalerError):  # a window is open: the error that left it so is raised
+            detach(accelerator)
+        raise
+    detach(accelerator)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """The same on each call and each rank, on the device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        layers = [nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)]
+        return nn.Sequential(*layers).to(PartialState().device, dtype)
+
+
+def loss_of(model: nn.Module, window: int, micro: int) -> Tensor:
+    """float32, shape (); inf on the last rank in the window that overflows."""
+    state = PartialState()
+    seed = (window * MICRO_BATCHES + micro) * state.num_processes + state.process_index
+    rows = torch.randn(16, 9, generator=torch.Generator().manual_seed(seed)).to(state.device)
+    out = model(rows[:, :8].to(next(model.parameters()).dtype))
+    loss: Tensor = (out.float() - rows[:, 8:]).square().mean()
+    is_last = state.process_index == state.num_processes - 1
+    return loss * math.inf if window == OVERFLOW and is_last else loss
+
+
+def optimizer_of(params: Iterable[Tensor], adam: bool = False) -> torch.optim.Optimizer:
+    if not adam:
+        return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+    with lacks():
+        return torch.optim.AdamW(params, lr=LR, weight_decay=0.1, fused=True)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
+
+
+def trained(
+    case: Case, windows: Iterable[int] = range(WINDOWS), *, load: str = "", save: str = ""
+) -> Seen:
+    """An attached run of these windows, from and to a checkpoint where one is named."""
+    seen = []
+    scale = SCALE if case.precision == "fp16" else {}
+    with attached(case.precision, **(scale | case.settings)) as accelerator:
+        model: Any = network(case.weights)
+        optimizer: Any = optimizer_of(model.parameters(), case.adam)
+        schedule: Any = schedule_of(optimizer)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        if load:
+            accelerator.load_state(load)
+        for window in windows:
+            for micro in range(MICRO_BATCHES):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model, window, micro))
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+            now = accelerator.scaler.get_scale() if scale else 1.0
+            (rate,) = schedule.get_last_lr()
+            seen.append(Window(optimizer.step_was_skipped, now, rate, float(norm)))
+        if save:
+            accelerator.save_state(save)
+        return _ended(seen, accelerator.unwrap_model(model), optimizer)
+
+
+def reference(case: Case) -> Seen:
+    """The same in plain torch: the scale's rule, float32 masters, the one-step delay."""
+    delayed = case.settings.get("step_mode") == "delayed"
+    previewed = delayed and case.settings.get("delay_compensation") != "none"
+    place = torch.device("cpu") if "offload" in case.settings else PartialState().device
+    is_scaled, seen, good = case.precision == "fp16", [], 0
+    scale = SCALE["init_scale"] if is_scaled else 1.0
+    with attached(case.precision) as accelerator, torch.no_grad():
+        model = accelerator.prepare(network(case.weights))
+        params = list(model.parameters())
+        masters = [p.detach().to(place, torch.float32, copy=True) for p in params]
+        optimizer = optimizer_of(masters, case.adam)
+        schedule = schedule_of(optimizer)
+        for window in range(WINDOWS):
+            for micro in range(MICRO_BATCHES):
+                is_last = micro == MICRO_BATCHES - 1
+                with nullcontext() if is_last else accelerator.no_sync(model):
+                    with torch.enable_grad():
+                        scaled = loss_of(model, window, micro) / MICRO_BATCHES * scale
+                    with accelerator.autocast():  # it has float16 products on every CPU
+                        torch.autograd.backward(scaled)
+            grads = [p.grad.float() / scale for p in params]
+            model.zero_grad()
+            norm = torch.nn.utils.get_total_norm(grads)
+            skipped, (rate,) = not bool(norm.isfinite()), schedule.get_last_lr()
+            good = 0 if skipped else good + 1
+            if is_scaled and (skipped or good == SCALE["growth_interval"]):
+                scale, good = scale * (0.5 if skipped else 2.0), 0
+            is_late = delayed and not skipped and bool(optimizer.state or not previewed)
+            if is_late:
+                torch._foreach_copy_(params, masters)  # what the step before has made
+            for p, master, g in zip(params, masters, grads, strict=True):
+                g *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
+                master.grad = None if skipped else g.to(place)
+                if is_late and previewed:
+                    p.add_(optimizer.state[master]["momentum_buffer"], alpha=-rate * MOMENTUM)
+                    p.add_(g, alpha=-rate)
+            if not skipped:
+                optimizer.step()
+                for _ in range(accelerator.num_processes):  # as Accelerate's schedulers do
+                    schedule.step()
+            if not is_late:
+                torch._foreach_copy_(params, masters)
+            (rate,) = schedule.get_last_lr()
+            seen.append(Window(skipped, scale, float(rate), math.inf if skipped else float(norm)))
+        torch._foreach_copy_(params, masters)
+        return _ended(seen, model, optimizer)
+
+
+def scaled_by(kind: type[GradScaler] | type[torch.amp.GradScaler]) -> Seen:
+    """A loop in plain torch, in float32, with this scaler."""
+    seen = []
+    model, scaler = network(), kind(PartialState().device.type, **SCALE)
+    optimizer = optimizer_of(model.parameters())
+    for window in range(WINDOWS):
+        before = scaler.get_scale()
+        torch.autograd.backward(scaler.scale(loss_of(model, window, 0)))
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        now = scaler.get_scale()
+        seen.append(Window(now < before, now, LR, float(norm.nan_to_num(math.inf))))
+    return _ended(seen, model, optimizer)
+
+
+def _ended(windows: list[Any], model: nn.Module, optimizer: Any) -> Seen:
+    weights = model.state_dict().values()  # it waits for the step in flight
+    state = sorted(optimizer.state_dict()["state"].items())
+    values = [v for _, entry in state for key, v in sorted(entry.items()) if key != "master"]
+    return Seen(windows, *(torch.cat([t.float().cpu().flatten() for t in each])
+                           for each in (weights, values)))  # fmt: skip

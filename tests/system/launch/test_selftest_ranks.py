@@ -1,0 +1,40 @@
+"""``accel-scaler test`` on two ranks, started by itself and by ``accel-scaler launch``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import OURS, run
+
+pytestmark = pytest.mark.process
+TEST = [sys.executable, "-m", "accel_scaler", "test", "--device", "cpu", "--num_processes", "2"]
+LAUNCH = [
+    *OURS, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0",
+    "-m", "accel_scaler", "test",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [TEST, LAUNCH], ids=["by itself", "launched"])
+def test_two_ranks_run_every_row_and_one_tells(tmp_path: Path, command: list[str]) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    code, out, err = run(
+        [*command, "--parameters", "30k", "--json", "found.json"],
+        tmp_path, ACCELERATE_USE_CPU="true", TMPDIR=str(temporary),
+    )  # fmt: skip
+    assert code == 0, out + err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["not run"], found["failed"]) == (0, 0)
+    assert found["ok"] == len(found["rows"]) == 12
+    assert out.count("ranks agree") == 1
+    torchs = ("torchinductor_", *["torchelastic_"] * (command is LAUNCH))
+    assert [path for path in temporary.iterdir() if not path.name.startswith(torchs)] == []
+
+
+def test_a_bad_size_is_told_before_a_rank_starts(tmp_path: Path) -> None:
+    code, out, err = run([*TEST, "--parameters", "many"], tmp_path)
+    assert (code, err) == (1, "")
+    assert [line.split()[0] for line in out.splitlines() if " failed " in line] == ["parameters"]

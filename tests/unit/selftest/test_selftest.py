@@ -1,0 +1,221 @@
+"""``accel-scaler test``: every row holds here, each can fail, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accel_scaler.async_optimizer.blocks import Run
+from accelerate.state import AcceleratorState, PartialState
+from children import on_two_ranks
+
+from accel_scaler import UnsupportedError, cli
+from accel_scaler.async_optimizer.delayed import DelayedUpdates
+from accel_scaler.async_optimizer.master_params import ParameterPair
+from accel_scaler.async_optimizer.preview import Terms
+from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.optimizer_step.clipping import Clipping
+from accel_scaler.scaling import GradScaler
+from accel_scaler.scaling.update_rule import Rule
+from accel_scaler.selftest import estimate, rows
+from accel_scaler.selftest.training import joined
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ALONE = [name for name in rows.ROWS if name != "ranks agree"]
+
+
+def loosely(clip: Any) -> Any:
+    return lambda self, parameters, max_norm, *rest: clip(self, parameters, 2 * max_norm, *rest)
+
+
+def unpublished(step: Any) -> Any:
+    return lambda *args: step(*args[:5], False, *args[6:])
+
+
+def twice(step: Any) -> Any:
+    return lambda *args: (step(*args), step(*args))[1]
+
+
+def careless(make: Any) -> Any:
+    return lambda *args, **settings: make(*args, **settings | {"skip_nonfinite": False})
+
+
+def doubled(shares: Any) -> Any:
+    return lambda *args: {k: v._replace(rate=2 * v.rate) for k, v in shares(*args).items()}
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "scaler is torch's": (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False)),
+    "skip, clip, accumulate": (Clipping, "clip_norm", loosely),
+    "overlap is sync": (Replica, "step_part", twice),
+    "delayed": (DelayedUpdates, "is_stale", lambda _: lambda *args: False),
+    "delayed, previewed": (Terms, "shares", doubled),
+    "offload": (Run, "step", unpublished),
+    "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
+    "bfloat16 weights": (Boundary, "__init__", careless),
+    "save and resume": (GradScaler, "load_state_dict", lambda _: lambda *args: None),
+}
+"""A fault of the package for each row: an attribute, and what takes its place."""
+
+
+def break_it(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    owner, name, fault = FAULTS[row]
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+
+
+def run(*arguments: str) -> int:
+    return cli.main(["test", "--device", "cpu", "--parameters", "30k", *arguments])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "TURNS", 1)
+    monkeypatch.setattr(estimate, "LARGEST_ON_A_CPU", 10_000)
+
+
+@pytest.mark.parametrize("row", ALONE)
+def test_a_row_holds_and_its_fault_is_told(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    with joined():
+        held = rows.attempt(row, rows.ROWS[row])
+        assert (held.status, held.got) == ("ok", held.expected), held
+        break_it(monkeypatch, row)
+        found = rows.attempt(row, rows.ROWS[row])
+    assert found.status == "failed"
+    assert found.got != found.expected
+
+
+def test_every_row_has_its_fault() -> None:
+    assert list(FAULTS) == ALONE
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("faulty", [False, True])
+def test_ranks_agree_unless_one_of_them_is_at_fault(tmp_path: Path, faulty: bool) -> None:
+    def body() -> None:
+        PartialState(cpu=True)
+        if faulty and torch.distributed.get_rank() == 1:
+            Clipping.clip_norm = loosely(Clipping.clip_norm)  # type: ignore[method-assign]
+        found = rows.attempt("ranks agree", rows.ROWS["ranks agree"])
+        assert found.status == ("failed" if faulty else "ok"), found
+
+    on_two_ranks(body, tmp_path)
+
+
+REFUSALS = {
+    "cpu": {},
+    "cuda": {NotImplementedError: "not run"},
+    "mps": {NotImplementedError: "not run", UnsupportedError: "not run"},
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+@pytest.mark.parametrize("error", [NotImplementedError, UnsupportedError, RuntimeError])
+def test_what_a_device_lacks_is_named_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, kind: str, error: type[Exception]
+) -> None:
+    def refuse(row: str) -> Any:
+        raise error("no such\n kernel")
+
+    there = SimpleNamespace(device=torch.device(kind))
+    monkeypatch.setattr(rows, "PartialState", lambda: there)
+    found = rows.attempt("a row", refuse)
+    text = f"{error.__name__}: no such kernel"
+    expected = REFUSALS[kind].get(error, "failed")
+    told = (text, "no error", "") if expected == "failed" else ("", "", text)
+    assert (found.status, found.got, found.expected, found.reason) == (expected, *told)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("350M", 350_000_000), ("1.5b", 1_500_000_000), (" 2 K ", 2000), ("7", 7)]
+    + [(text, 0) for text in ("", "M", "0", "-1M", "1e9", "nan", "3T", "1_000", "9" * 400)],
+)
+def test_a_size_is_a_number_with_a_unit(text: str, size: int) -> None:
+    assert rows.read_size(text) == size
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("fault", [None, "delayed"])
+def test_the_command_tells_each_row_and_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    fault: str | None,
+) -> None:
+    if fault is not None:
+        break_it(monkeypatch, fault)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a user's, and not of the rows
+    monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", "delayed")
+    assert run("--json", str(tmp_path / "found.json")) == (fault is not None)
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert logging.root.manager.disable == logging.NOTSET
+    assert AcceleratorState._shared_state == PartialState._shared_state == {}
+    written = json.loads((tmp_path / "found.json").read_text())
+    lines = capsys.readouterr().out.splitlines()
+    names = ["device", *rows.ROWS, "what is hidden here"]
+    assert [row["row"] for row in written["rows"]] == names
+    for row, line in zip(written["rows"], lines[1:], strict=False):
+        expected = "not run" if row["row"] == "ranks agree" else "ok"
+        assert row["status"] == ("failed" if row["row"] == fault else expected)
+        assert all(row[key] in line for key in ("row", "status", "got", "expected", "reason"))
+    assert (written["ok"], written["not run"], written["failed"]) == (
+        len(names) - 1 - (fault is not None), 1, int(fault is not None)
+    )  # fmt: skip
+    modes = {each["mode"]: each for each in written["rows"][-1]["estimates"]}
+    bytes_ = {mode: round(each["device_bytes"]) for mode, each in modes.items()}
+    # Weights, gradients, two moments; masters; a preview: 4 bytes each.
+    expected_bytes = {"sync": 16, "overlap": 16, "delayed": 24}
+    offloaded = {"sync, offload": 20, "overlap, offload": 20, "delayed, offload": 24}
+    assert bytes_ == expected_bytes | offloaded
+    assert all(each["window_ms"] > 0 for each in modes.values())
+    assert modes["overlap, offload"]["paste"] == "accel_scaler: {step_mode: overlap, offload: cpu}"
+
+
+BAD: dict[str, tuple[list[str], str, str]] = {
+    "no such device": (["--device", "cuda:7"], "cuda:7", "cpu"),
+    "no device": (["--device", "gpu"], "gpu", "cpu"),
+    "trains nothing": (["--device", "meta"], "meta", "cpu"),
+    "no number": (["--parameters", "350X"], "350X", "a number above 0, such as 350M or 1.5B"),
+    "no process": (["--num_processes", "0", "--device", "cpu"], "0 processes", "1 to 1"),
+    "for ranks": (["--num_processes", "2", "--device", "xpu"], "xpu", "cpu"),
+}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="its devices are there")
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_row_that_failed(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    arguments, got, expected = BAD[case]
+    assert cli.main(["test", *arguments]) == 1
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if " failed " in f"{line} " and got in line]
+    assert line.split("failed", 1)[1].split(got, 1)[1].strip().startswith(expected)
+    assert out.splitlines()[-1].endswith(" 1 failed")
+    assert "scaler is" not in out
+
+
+@pytest.mark.parametrize("path", ["", "missing/found.json"])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, path: str
+) -> None:
+    assert run("--json", str(tmp_path / path)) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert str(tmp_path / path).rstrip("/") in said.err
+
+
+def test_ctrl_c_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Clipping, "clip_norm", interrupt)
+    assert run() == 130
+    assert AcceleratorState._shared_state == PartialState._shared_state == {}

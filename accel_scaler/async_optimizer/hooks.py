@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -159,9 +159,10 @@ class SyncHooks:
 
     # On models.
 
-    def watch(self, models: Iterable[Module]) -> None:
+    def watch(self, models: Iterable[Module], ddp_models: Container[Module] = ()) -> None:
         """Put hooks on models that hold some of the optimizer's parameters; once each. Raises
-        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be."""
+        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be. DDP
+        wraps ``ddp_models``."""
         stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
@@ -179,6 +180,8 @@ class SyncHooks:
                 self._models[model] = False
                 continue
             self._watch(model, stepper, mine)
+            is_ddp = any(isinstance(root, DistributedDataParallel) for root in _roots(model))
+            stepper.is_ddp |= is_ddp or model in ddp_models
             self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             stepper.order_by(model)
@@ -213,7 +216,6 @@ class SyncHooks:
                 gather = _Hook(stepper, _before_gather)
                 self._handles.append(module.register_forward_pre_hook(gather, prepend=True))
         for root in _roots(model):
-            stepper.is_ddp |= isinstance(root, DistributedDataParallel)
             self._hook_root(root, stepper)
         if scripted:
             stepper.wait_at = WaitAt.STEP

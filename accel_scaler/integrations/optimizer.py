@@ -168,7 +168,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         has_stepped = False
         self.follow_parameters()
         if self._hooks is not None:
-            self._hooks.watch(attachment.models)
+            self._hooks.watch(attachment.models, attachment.ddp_models)
         try:
             has_stepped = attachment.boundary.step(self)
         finally:

@@ -84,6 +84,9 @@ class Record:
     """Where the overflow began. Only with ``find_overflow``."""
     healed: tuple[str, ...] = ()
     """Modules that run in float32 from the next window on, found by ``heal``."""
+    step_mode: str | None = None
+    """``"sync"`` or ``"overlap"``: the way that ``step_mode="auto"`` had for its update (of several
+    optimizers: the last one's). None elsewhere, and where nothing was updated."""
     optimizer_us: int | None = None
     """Microseconds that its update took, wherever it ran. Host time."""
     waited_us: int | None = None

@@ -115,6 +115,7 @@ StepMode = Literal["sync", "overlap", "delayed", "auto"]
 Compensation = Literal["auto", "preview", "none"]
 Offload = Literal["none", "cpu"]
 Masters = Literal["auto", "fp32", "none"]
+OnOverflow = Literal["skip", "retry"]
 Search = Literal["auto", "replay", "always", "off"]
 Threads = int | Literal["auto"]
 
@@ -162,10 +163,14 @@ class ScalerConfig:
         skip_norm_above: Skip a window whose gradient norm, unscaled and before clipping, is above
             this number, or, as '4x', above so many times the median of the last 128 windows' norms.
         max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
+        on_overflow: What becomes of a window whose gradients overflow. skip: it is lost. retry: its
+            forwards and backwards run again, at lower scales, and it steps.
+        growth_headroom: With retry the scale grows only while the largest gradient since the last
+            growth leaves room for it. False: whenever growth_interval says so, as with skip.
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again; parameters, buffers and random state are restored, nothing else is.
             always: every window is watched (slow). off: only names of parameters. auto: replay with
-            heal; with telemetry or max_consecutive_skips watch after an overflow; else off.
+            heal or retry; with telemetry or max_consecutive_skips watch after an overflow; or off.
         heal: Keep the smallest module that overflows at any scale in float32, and save its name.
         fp32_modules: Modules that run in float32 under autocast: globs on the names of
             model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between
@@ -195,6 +200,8 @@ class ScalerConfig:
     skip_nonfinite: bool = setting(True, SWITCH)
     skip_norm_above: float | str | None = setting(None, optional(NORM))
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
+    on_overflow: OnOverflow = choice("skip", OnOverflow)
+    growth_headroom: bool = setting(True, SWITCH)
     find_overflow: Search = choice("auto", Search)
     heal: bool = setting(False, SWITCH)
     fp32_modules: Sequence[str] = setting((), GLOBS)
@@ -244,7 +251,7 @@ class ScalerConfig:
         """``find_overflow``, with ``"auto"`` resolved."""
         if self.find_overflow != "auto":
             return self.find_overflow
-        if self.heal:
+        if self.heal or self.on_overflow == "retry":
             return "replay"
         is_wanted = self.telemetry is not None or self.max_consecutive_skips is not None
         return "watch" if is_wanted else "off"
@@ -276,11 +283,14 @@ class Settings(TypedDict, total=False):
     skip_nonfinite: bool
     skip_norm_above: float | str | None
     max_consecutive_skips: int | None
+    on_overflow: OnOverflow
+    growth_headroom: bool
     find_overflow: Search
     heal: bool
     fp32_modules: Sequence[str]
     telemetry: os.PathLike[str] | str | None
     underflow_interval: int
+    log_values: bool
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = ScalerConfig.__dataclass_fields__

@@ -147,6 +147,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
         with attachment.float16():
             super().backward(loss, **kwargs)
+        attachment.boundary.after_backward()
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:

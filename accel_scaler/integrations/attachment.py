@@ -90,10 +90,12 @@ class Attachment:
         }
         self.recorder = make_recorder(self.scaler, config, facts)
         self.explainer: OverflowExplainer | None = None
-        how = config.finds_overflow
-        if how != "off":
+        how, retries = config.finds_overflow, config.on_overflow == "retry" and self.scales
+        if how != "off" or retries:
             healer = Healer(self.fp32_modules) if config.heal else None
-            self.explainer = OverflowExplainer(self.scaler, how, healer, self.float16)
+            self.explainer = OverflowExplainer(
+                self.scaler, how, retries, config.growth_headroom, healer, self.float16
+            )
         self.scaler.extra["fp32_modules"] = self.fp32_modules.added
         self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(
@@ -101,6 +103,7 @@ class Attachment:
             self.device,
             self.explainer,
             self.recorder,
+            rerun=self.explainer if retries or config.heal else None,
             skip_nonfinite=config.skip_nonfinite,
             skip_norm_above=config.skip_norm_above,
         )
@@ -144,7 +147,7 @@ class Attachment:
         is_ddp = isinstance(prepared, DistributedDataParallel)
         if not has_ranks or not (is_ddp or is_sharded(prepared.parameters())):
             return
-        wish = (self.config.finds_overflow, self.config.heal)
+        wish = (self.config.finds_overflow, self.config.heal, self.config.on_overflow)
         is_same = len(set(gather_objects(wish, self.device))) == 1
         if self.explainer is not None:
             self.explainer.is_everywhere = is_same

@@ -47,7 +47,7 @@ def refuse_other_scalers(accelerator: Accelerator) -> None:
 
 SCALE_SETTINGS = (
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
-    *("max_scale", "hysteresis", "heal"),
+    *("max_scale", "hysteresis", "heal", "on_overflow"),
 )
 """Settings of the loss scale, and of what overflows only in float16."""
 

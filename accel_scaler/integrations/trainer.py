@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..config import ScalerConfig
 from ..errors import StepError
+from ..models import is_replaying
 from ..overflow import refuse_unmatched
 from ..scaling import is_sharded
 from .attaching import attach, detach, scaled_class
@@ -56,6 +58,22 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 self._attachment.synchronize()
             finally:
                 self._attachment.recorder.flush()
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; where a window may be made again, it is what runs again."""
+        explainer = None if self._attachment is None else self._attachment.explainer
+        if explainer is None or explainer.recording is None or not explainer.makes_again:
+            return super().compute_loss(model, *args, **kwargs)
+        return explainer.recording.call(self._own_compute_loss, model, *args, **kwargs)
+
+    def _own_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self).items() if is_replaying() else ()
+        # TRL's count tokens and add up metrics in it.
+        counts = {k: copy.deepcopy(v) for k, v in own if "metrics" in k or isinstance(v, int)}
+        try:
+            return super().compute_loss(*args, **kwargs)
+        finally:
+            self.__dict__.update(counts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; adds the scaler's values to those of the training. Telemetry notes

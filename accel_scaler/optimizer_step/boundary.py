@@ -33,7 +33,7 @@ from ..scaling import (
     stepped,
 )
 from .clipping import Clipping
-from .observer import Observer
+from .observer import Observer, Rerun
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
 from .stepper import Stepper, async_stepper_of, stepper_of
@@ -60,6 +60,7 @@ class Boundary:
         device: where ranks communicate, and the norm of an overflow is.
         observers: receive each event in this order; one that finds out where an overflow began
             comes before one that reads it from the window.
+        rerun: makes gradients again that have overflowed.
         skip_nonfinite: check gradients that are not scaled, too; those of a scaled loss always are.
         skip_norm_above: see :class:`SpikeRule`.
     """
@@ -69,13 +70,14 @@ class Boundary:
         scaler: GradScaler,
         device: torch.device,
         *observers: Observer | None,
+        rerun: Rerun | None = None,
         skip_nonfinite: bool = True,
         skip_norm_above: float | str | None = None,
     ) -> None:
         self.scaler, self.device = scaler, device
         self.observers = [each for each in observers if each is not None]
         checks, has_limit = skip_nonfinite or scaler.is_enabled(), skip_norm_above is not None
-        self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit)
+        self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit, rerun)
         self.spikes = SpikeRule(skip_norm_above)
         self.clipping = Clipping(self.check)
         self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
@@ -108,9 +110,18 @@ class Boundary:
         for observer in self.observers:
             observer.before_backward(loss)
 
+    def after_backward(self) -> None:
+        """Call after each backward."""
+        for observer in self.observers:
+            observer.after_backward()
+
     def unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         """Check and unscale each optimizer that has gradients, once a window. Returns whether any
         of them overflowed. Synchronises with the device."""
+        optimizers = list(optimizers)
+        return self.check.until_finite(lambda: self._unscale(optimizers))
+
+    def _unscale(self, optimizers: Iterable[Optimizer]) -> bool:
         found = False
         for optimizer in filter(self._has_gradients, map(stepped, optimizers)):
             record = self.check.check(optimizer)
@@ -154,7 +165,7 @@ class Boundary:
             self._step_without_window(optimizer)
             return True
         self._idle[optimizer] = None
-        record = self.check.check(optimizer)
+        record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):

@@ -67,7 +67,10 @@ class Clipping:
         overflow. Synchronises with the device once for each optimizer, or once for all where
         unscale and clip are one product.
         """
-        max_norm, norm_type = float(max_norm), float(norm_type)
+        parameters, limits = list(parameters), (float(max_norm), float(norm_type))
+        return self._check.until_finite(lambda: self._clip_norm(parameters, *limits))
+
+    def _clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         sharded = self.scaler.sharded
         parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
@@ -106,6 +109,9 @@ class Clipping:
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
+        self._check.until_finite(lambda: self._clip_value(parameters, clip_value))
+
+    def _clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         self.scaler.window.clipped_values = True
         check = self._check
         parameters = [p for p in parameters if p.grad is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,6 +29,9 @@ class Observer:
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""
 
+    def after_backward(self) -> None:
+        """It has ended, and not by an exception."""
+
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """The scale is updated, parameters and gradients are still those of the window; the
         optimizer steps, or is skipped, next. Where there was a check it has just waited for the
@@ -42,3 +45,13 @@ class Observer:
 
     def run_ended(self, error: str) -> None:
         """Too many skips in a row: ``error`` is about to be raised."""
+
+
+class Rerun(Protocol):
+    """Makes gradients that have overflowed again; where there is none, they are skipped."""
+
+    def before_check(self) -> None:
+        """Gradients are about to be checked, unscaled or clipped."""
+
+    def make_again(self, stepping: Optimizer | None) -> bool:
+        """Whether there are others now in place of those that the window's verdict is about."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import isinf
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +40,10 @@ from ..scaling import (
     total_norm,
     whole,
 )
-from .observer import Observer
+from .observer import Observer, Rerun
 from .stepper import Stepper, stepper_of
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -56,6 +59,20 @@ class OverflowCheck:
     """False: gradients are not checked."""
     wants_norm: bool
     """Each check takes the norm of all, before a clip changes some."""
+
+    rerun: Rerun | None = None
+    """Makes gradients again that have overflowed."""
+
+    def until_finite(self, take: Callable[[], T], stepping: Optimizer | None = None) -> T:
+        """What ``take``, a clip or a check, returns: of these gradients, or of those that are made
+        again as long as they overflow. ``stepping``: it is about to."""
+        if self.rerun is None:
+            return take()
+        self.rerun.before_check()
+        result = take()
+        while self.rerun.make_again(stepping):
+            result = take()
+        return result
 
     @property
     def wants_each_norm(self) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -13,17 +15,29 @@ from typing import Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..models import unwrap
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import GradScaler, Origin, Window, gather_objects, is_sharded, parameters_of
+from ..scaling import (
+    GradScaler,
+    Origin,
+    Window,
+    agree_on_overflow,
+    find_nonfinite,
+    gather_objects,
+    gradients_of,
+    is_sharded,
+    local,
+    parameters_of,
+)
 from .finder import OverflowFinder
 from .heal import Healer
 from .hooks import ForwardListener
-from .rerun import WindowRecording, run_again
+from .rerun import WindowRecording, largest_of, make_again, run_again
 
 logger = logging.getLogger("accel_scaler")
 
@@ -37,19 +51,74 @@ MAX_WATCHED = 20
 grows once in some thousand windows."""
 
 
+LOOKS = 32
+"""At the largest gradient, between two growths of the scale."""
+
+MAX_RETRIES = 16
+"""Of one window; from the usual 65536 that is down to 1."""
+
+
+class Headroom:
+    """How far the largest scaled gradient is from an overflow.
+
+    As TransformerEngine's history of largest elements and OpenSeq2Seq's LogMax it foresees one. A
+    gradient of a parameter says little of those of activations, so where one of those overflows
+    first, the level of that window is the limit, until gradients have been above it and finite.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._every = max(interval // LOOKS, 1)
+        self._seen: list[tuple[Tensor, float]] = []
+        """Largest elements, shape (), and their scales."""
+        self._limit = torch.finfo(torch.float16).max
+
+    def look(self, parameters: Sequence[Tensor], window: int, scale: float) -> None:
+        """Remember the largest gradient of some windows. Does not synchronise."""
+        if window % self._every == 0:
+            self._seen += [(each, scale) for each in _largest(parameters)]
+
+    def has_overflowed(self, parameters: Sequence[Tensor], factor: float) -> None:
+        """These gradients have, when they were ``factor`` times as large. Synchronises."""
+        largest = max(map(float, _largest(parameters)), default=math.inf)
+        self._limit = min(self._limit, largest * factor)
+
+    def level(self) -> float:
+        """The largest since the last call, unscaled. Synchronises."""
+        seen, self._seen = [(float(largest), scale) for largest, scale in self._seen], []
+        finite = [(x, scale) for x, scale in seen if math.isfinite(x)]
+        if any(x >= self._limit for x, _ in finite):
+            self._limit = torch.finfo(torch.float16).max
+        return max((x / scale for x, scale in finite), default=0.0)
+
+    def is_enough_for(self, level: float) -> bool:
+        """Whether gradients of this size will not overflow, as far as is known."""
+        return level < self._limit
+
+
+def _largest(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """On each device the largest magnitude in any of their gradients."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for each in largest_of(parameters).values():
+        found.setdefault(each.device, []).append(each.float())
+    return [torch.stack(each).amax() for each in found.values()]
+
+
 class OverflowExplainer(Observer):
     """Finds out where each overflow began; writes it to the window's ``origin`` and to the log.
+    Makes the gradients of a window again, at a lower scale or with modules in float32.
 
     Note [Ranks that explain together]
     Ranks communicate about an overflow only where all of them are known to have it and to have the
     same settings: their gradients are sharded, or the last backward was one that DDP synchronises.
-    Otherwise each rank explains its own overflows, and no module is healed.
+    Otherwise each rank explains its own overflows, no module is healed and nothing made again.
 
     Args:
         scaler: whose windows these are.
         how: ``watch``: modules are watched after an overflow, until the next one. ``replay``: a
             window that has overflowed is run again; where it cannot be, the next ones are watched.
-            ``always``: every window is watched.
+            ``always``: every window is watched. ``off``: nothing is explained.
+        retries: a window that has overflowed is made again at lower scales.
+        looks_ahead: with ``retries`` the scale grows only while gradients leave room for it.
         healer: with one, a window that has overflowed is run again whatever ``how`` says.
         around_backward: entered around a backward, as the training loop does.
     """
@@ -57,14 +126,24 @@ class OverflowExplainer(Observer):
     def __init__(
         self,
         scaler: GradScaler,
-        how: Literal["watch", "replay", "always"],
+        how: Literal["watch", "replay", "always", "off"],
+        retries: bool,
+        looks_ahead: bool,
         healer: Healer | None,
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
+        self.how, self.retries = how, retries
         self.always = how == "always"
-        runs_again = how == "replay" or healer is not None
-        self.recording = WindowRecording(healer is not None) if runs_again else None
+        self.makes_again = retries or healer is not None
+        self._room: Headroom | None = None
+        self._asked: tuple[Window | None, bool] = None, True
+        """The window in which a growth was due last, and whether there was room for it."""
+        if retries and looks_ahead:
+            self._room = Headroom(scaler.get_growth_interval())
+            scaler.has_room = self._has_room
+        runs_again = how == "replay" or self.makes_again
+        self.recording = WindowRecording(self.makes_again) if runs_again else None
         self.finder = OverflowFinder() if self.always else None
         self.is_everywhere = False
         """Every rank has the same settings."""
@@ -85,6 +164,12 @@ class OverflowExplainer(Observer):
         """The window that overflowed last."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
+        self._partners: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
+        self._partners = weakref.WeakKeyDictionary()
+        """Those that stepped in the same window as an optimizer when it last did, itself too."""
+        self._together: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._given_up: Window | None = None
+        """The window that is not made again any more."""
         self._logged: set[str] = set()
 
     @property
@@ -118,36 +203,239 @@ class OverflowExplainer(Observer):
         )
         for listener in self._listeners():
             listener.before_backward(loss)
+        if self.recording is not None and self.makes_again:
+            self.recording.look_at(self._parameters())
+
+    def after_backward(self) -> None:
+        if self.recording is not None and self.makes_again:
+            self.recording.look_after(self._parameters())
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Explain the window if it has overflowed, once."""
-        overflowed = window.found_inf or not window.grad_norms.are_finite
-        if not overflowed or self._explained is window:
+        if not window.found_inf and window.grad_norms.are_finite:
             return
-        self._explained = window
-        self._in_a_row += 1
-        if self._in_a_row == 1:
-            self._first_scale = self.scaler.window_scale
+        if self._explained is not window:
+            self._meet(optimizer, window)
+            self._find(window)
+        if self.recording is not None and self.makes_again:
+            self.recording.restore_statistics()
+        state, before, first = self.scaler.read_state(), window.before, window.first_scale
+        if window.found_inf and window.retries and before is not None and first is not None:
+            # No lower scale has helped.
+            state = self.scaler.rule.advance(replace(before, scale=first), True)
+        if window.healed:  # the scale did not fall because it was too large
+            state = replace(state, scale=max(self._first_scale, state.scale))
+        if state != self.scaler.read_state():
+            self.scaler.write_state(state)
+
+    def _meet(self, optimizer: Optimizer, window: Window) -> None:
+        """Find out whether ranks communicate about this window."""
         params = parameters_of(optimizer)
         self._device = params[0].device
         has_shards = self.scaler.sharded or is_sharded(params)
         self._is_together = self.is_everywhere and (has_shards or self._is_synchronised)
+
+    def _find(self, window: Window) -> None:
+        """Find out where the window overflowed, and heal that."""
+        self._explained = window
+        self._in_a_row += 1
+        if self._in_a_row == 1:
+            self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
         answers = self._gather((self._in_a_row, self.finder is not None))
         self._in_a_row = max(in_a_row for in_a_row, _ in answers)
         if self.finder is None and any(watches for _, watches in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
-        origin = self._explain()
+        origin = self._explain(window) if self.how != "off" else None
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
             logger.warning("window %d overflowed: %s", window.index, origin.text)
         if self.healer is not None:
             self._heal(self.healer, window, origin)
 
+    # Making the gradients of a window again.
+
+    def before_check(self) -> None:
+        """Gradients are about to be unscaled, clipped or stepped. Changes of the script's own since
+        the backward would be lost where they are made again."""
+        recording, window = self.recording, self.scaler.window
+        if recording is None or not self.makes_again or window.closed:
+            return
+        for optimizer in self.scaler.managed:
+            record = window.known(optimizer)
+            if record is None or record.stage is OptState.READY:
+                recording.look_before_check(parameters_of(optimizer))
+                if self._room is not None:
+                    scale = self.scaler.window_scale
+                    self._room.look(parameters_of(optimizer), window.index, scale)
+            elif record.stage is OptState.UNSCALED and record.verdict is None:
+                recording.changed = "they were unscaled by GradScaler.unscale_()"
+
+    def make_again(self, stepping: Optimizer | None = None) -> bool:
+        """Where gradients of the open window have overflowed: make them again, at a lower scale or
+        with modules in float32. Returns whether there are others now, which are to be checked.
+
+        Synchronises, and ranks communicate where they have overflowed together.
+
+        Args:
+            stepping: it is about to; then those that usually step with it have to be finite, too,
+                since afterwards it is too late.
+        """
+        window, managed = self.scaler.window, self.scaler.managed
+        bad = [o for o in managed if (record := window.known(o)) is not None and record.verdict]
+        if stepping is not None and self._is_first(window):
+            bad += [o for o in managed if o not in bad and self._is_bad_partner(o, stepping)]
+        if not bad or not self.makes_again or window is self._given_up:
+            return False
+        start = time.perf_counter()
+        self._meet(bad[0], window)
+        window.first_scale = window.first_scale or self.scaler.window_scale
+        found = self._retry(window, bad) or self._keep_healed(window, bad)
+        window.retry_s += time.perf_counter() - start
+        if not found:
+            self._given_up = window
+        return found
+
+    def _has_room(self) -> bool:
+        """Whether a growth of the scale is worth trying; the same on every rank."""
+        if self._asked[0] is self.scaler.window:  # another optimizer has stepped in it
+            return self._asked[1]
+        assert self._room is not None
+        level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
+        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        if has_ranks and self.is_everywhere:
+            level = max(gather_objects(level, self._device))
+        elif has_ranks:
+            level = 0.0  # as on ranks that do not look
+        self._asked = self.scaler.window, self._room.is_enough_for(level)
+        return self._asked[1]
+
+    def _is_first(self, window: Window) -> bool:
+        return not any(record.stage is OptState.STEPPED for record in window.states.values())
+
+    def _is_bad_partner(self, optimizer: Optimizer, stepping: Optimizer) -> bool:
+        record, params = self.scaler.window.known(optimizer), parameters_of(optimizer)
+        partners = self._partners.get(stepping)
+        is_decided = record is not None and record.stage is not OptState.READY
+        if optimizer is stepping or is_decided or (partners and optimizer not in partners):
+            return False
+        grads = gradients_of(params)
+        if not self.makes_again or self.recording is None or not (grads or self.scaler.sharded):
+            return False
+        if self.recording.dirty.intersection(map(id, params)):
+            return False
+        found = next(find_nonfinite(grads), None) is not None
+        return agree_on_overflow(found, params[0].device, self.scaler.sharded or is_sharded(params))
+
+    def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
+        recording, state = self.recording, self.scaler.read_state()
+        if not self.retries or recording is None or window.healed:
+            return False
+        lower = self.scaler.rule.clamp(state.scale * self.scaler.get_backoff_factor())
+        is_lost = not all(bool(local(loss).isfinite().all()) for loss in recording.losses)
+        if any(self._gather(is_lost and not recording.obstacle())):
+            return False  # no scale helps
+        if max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES:
+            return False
+        return self._make(window, bad, lower)
+
+    def _keep_healed(self, window: Window, bad: Sequence[Optimizer]) -> bool:
+        """Keep a window that modules in float32 cure, where only losses came from the model."""
+        if self.healer is None or self._explained is window:
+            return False
+        self._find(window)
+        if not window.healed:
+            return False
+        scale = max(self._first_scale, window.first_scale or 1.0)
+        if not self._make(window, bad, scale, changes_model=True):
+            return False
+        self._explained, self._in_a_row = None, 0
+        return True
+
+    def _make(
+        self, window: Window, bad: Sequence[Optimizer], scale: float, changes_model: bool = False
+    ) -> bool:
+        """Make the gradients again at this scale, on every rank or on none."""
+        recording, state = self.recording, self.scaler.read_state()
+        assert recording is not None
+        assert window.first_scale is not None
+        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        optimizers, why = self._made_with(window, bad)
+        params = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+        passing = None
+        why = why or recording.obstacle() or recording.obstacle_for(params, self._parameters())
+        if not why:
+            passing = recording.passing(changes_model)
+            if passing is None:
+                why = "the gradient of an output was not finite, or the loss is not the model's"
+        if has_ranks and not self._is_together:
+            why = "the ranks step alone, have other settings or were attached after prepare"
+        why = next(filter(None, self._gather(why)), "")
+        if not why:
+            assert passing is not None
+            factor = scale / window.first_scale
+            try:
+                why = make_again(
+                    recording, params, passing, self.around_backward, factor, changes_model
+                )
+            except Exception as error:  # the model's own, or out of memory; it is logged
+                if has_ranks:
+                    raise  # others wait for this one in a collective
+                why = f"it raised {type(error).__name__}: {error}"
+            why = next(filter(None, self._gather(why)), "")
+            if why:
+                for p in params:
+                    p.grad = None
+        if why:
+            self._warn_once(
+                f"window {window.index} overflowed and is skipped, as its gradients cannot be made "
+                f"again: {why}. (Logged once for each reason.)",
+                why,
+            )
+            return False
+        for optimizer in optimizers:
+            window.forget(optimizer)
+        window.retries += 1
+        if self._room is not None and not changes_model:
+            self._room.has_overflowed(params, state.scale / scale)
+        self.scaler.write_state(replace(state, scale=scale, growth_tracker=0))
+        return True
+
+    def _made_with(self, window: Window, bad: Sequence[Optimizer]) -> tuple[list[Optimizer], str]:
+        """The optimizers whose gradients are made again, or why those of ``bad`` cannot be.
+
+        Others keep theirs: they are decided, or hold what an earlier window left."""
+        assert self.recording is not None
+        found, dirty = [], self.recording.dirty
+        for optimizer in self.scaler.managed:
+            record = window.known(optimizer)
+            if record is None or optimizer in bad:
+                pass
+            elif record.stage is OptState.STEPPED:
+                return [], "another optimizer has updated parameters in it already"
+            elif record.stage is not OptState.READY or record.carried_over:
+                continue
+            if optimizer not in bad and dirty.intersection(map(id, parameters_of(optimizer))):
+                if record is not None and record.is_carried:
+                    return [], "another optimizer has gradients of an earlier window"
+                continue
+            found.append(optimizer)
+        return found, ""
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self.scaler.managed for p in parameters_of(optimizer)]
+
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
+        if self.makes_again:
+            if self._stepped is not window:
+                self._together = weakref.WeakSet()
+            self._together.add(optimizer)
+            self._partners[optimizer] = self._together
+            if self.recording is not None and not window.record(optimizer).is_skipped:
+                self.recording.note_step(optimizer)
         for listener in self._listeners():
             listener.end_window()
         self._stepped = window
@@ -160,7 +448,7 @@ class OverflowExplainer(Observer):
     def _listeners(self) -> list[ForwardListener]:
         return [each for each in (self.recording, self.finder) if each is not None]
 
-    def _explain(self) -> Origin | None:
+    def _explain(self, window: Window) -> Origin | None:
         if self.finder is not None:
             found = self._agreed(self.finder.find())
             self._left_to_watch -= 1
@@ -172,7 +460,8 @@ class OverflowExplainer(Observer):
         if self.recording is None:
             self._start_watching("")
             return None
-        found, why = self._run_again(self.recording)
+        factor = 1 / window.first_scale if window.first_scale and window.retries else None
+        found, why = self._run_again(self.recording, factor)
         found = self._agreed(found)
         if found is None:
             self._start_watching(why or "all that was seen was finite when it was run again")
@@ -194,9 +483,8 @@ class OverflowExplainer(Observer):
             return None, f"it raised {type(error).__name__}: {error}"
 
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
-        recording, scale = self.recording, self.scaler.window_scale
+        recording, scale = self.recording, window.first_scale or self.scaler.window_scale
         assert recording is not None
-        recording.restore_statistics()
         if dist.is_initialized() and dist.get_world_size() > 1 and not self._is_together:
             self._warn_once(
                 "heal: the ranks do not overflow together (they step alone, have other settings, "
@@ -229,9 +517,6 @@ class OverflowExplainer(Observer):
             100 * healer.share(self.models),
             json.dumps(healer.fp32_modules.patterns),
         )
-        # The scale did not fall because it was too large.
-        state = self.scaler.read_state()
-        self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
 
     def _start_watching(self, why: str) -> None:
         """Watch modules while they run. ``why``: the window could not be run again."""
@@ -250,9 +535,9 @@ class OverflowExplainer(Observer):
             self.finder.close()
             self.finder = None
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
+    def _warn_once(self, message: str, key: str = "") -> None:
+        if (key or message) not in self._logged:
+            self._logged.add(key or message)
             logger.warning("%s", message)
 
     # What ranks tell each other: nothing, unless they explain together.

@@ -1,11 +1,11 @@
 """Running a window again, after it has overflowed.
 
 ``WindowRecording`` keeps references during the window: what each forward was given, the random
-state, autocast, and the gradients that came to the model's outputs, so that it does not matter what
-the loss was made of. Nothing is copied and nothing is read from the device.
+state, autocast, and the gradients that came to the outputs, so that it does not matter what the
+loss was made of. Nothing is read from the device; only buffers that forwards write to are copied.
 
 ``run_again`` runs the window under an ``OverflowFinder`` and puts back parameters, their gradients,
-buffers and random state, no more.
+buffers and random state, no more. ``make_again`` runs it for its gradients, at another scale.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..models import as_replay, is_fsdp2, is_in_backward, is_replaying, is_transformed, unwrap
-from ..scaling import Origin
+from ..scaling import Origin, gradients_of, local, parameters_of
 from .finder import OverflowFinder
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
@@ -58,20 +61,30 @@ def random_state(device: torch.device) -> Callable[[], None]:
     return restore
 
 
+Source: TypeAlias = "tuple[ForwardCall, int]"
+"""A forward, and the number of a tensor of its output."""
+
+
 class _Kept(NamedTuple):
     """A tensor that a forward was given, detached; or what came to a tensor of its output."""
 
     tensor: Tensor
     version: int
     requires_grad: bool = False
+    source: Source | None = None
+    """It is what this forward had returned,"""
+    given: Tensor | None = None
+    """with its graph."""
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """One training forward of a watched model."""
+    """One training forward of a watched model, or one ``compute_loss`` of a Trainer."""
 
-    model: weakref.ref[Module]
-    """Without wrappers."""
+    run: weakref.ref[Any]
+    """What was called; a model without wrappers other than DDP's."""
+    syncs: bool
+    """DDP and FSDP2 reduce gradients in its backward."""
     device: torch.device
     backward: int
     """The number of the backward that reaches it."""
@@ -80,20 +93,56 @@ class ForwardCall:
     inputs: list[_Kept]
     restore_random_state: Callable[[], None]
     autocast: list[torch.autocast]
+    number: int
+    """Of this forward in the run."""
+    buffers: list[_Buffer]
     grads: dict[int, _Kept] = field(default_factory=dict)
     """By the number of the tensor of the output."""
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """The single numbers among these tensors."""
+
+
+T = TypeVar("T")
+
+MOVED = (
+    "its parameters were changed, or with step_mode='delayed' read, between a forward and the step"
+)
+
+
+class _Buffer(NamedTuple):
+    """A buffer, as it was before a forward."""
+
+    place: dict[str, Any]
+    """The ``_buffers`` of its module."""
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+    """None: it is not written to, as far as is known."""
+
+    @property
+    def is_written(self) -> bool:
+        """Since then. torch counts no version where a batch norm writes to its statistics."""
+        if self.name in ("running_mean", "running_var"):
+            return True
+        return self.place.get(self.name) is not self.tensor or _version(self.tensor) != self.version
+
+    def restore(self) -> None:
+        """Make it what it was; version counters stay."""
+        if self.copy is not None:
+            self.place[self.name] = self.tensor
+            self.tensor.data.copy_(self.copy)
 
 
 class WindowRecording(ForwardListener):
-    """Keeps what the forwards of the present window were given, and where ``statistics`` says so
-    the running statistics of batch norms: a forward that overflows leaves inf or NaN in them, which
-    no later window takes out again.
+    """Keeps what the forwards of the present window were given; for ``makes_again`` also what it
+    takes to make its gradients again: buffers as they were, and how gradients were left.
 
     Leaves out forwards without gradients, those inside another watched model's forward or inside a
     transform of ``torch.func``, and those of which a graph is captured.
     """
 
-    def __init__(self, statistics: bool = False) -> None:
+    def __init__(self, makes_again: bool = False) -> None:
         super().__init__()
         self.calls: list[ForwardCall] = []
         """Of the present window, after those of earlier ones whose backward came in it."""
@@ -101,9 +150,36 @@ class WindowRecording(ForwardListener):
         self.losses: list[Tensor] = []
         self.left_out = ""
         """Why a forward was not recorded."""
-        self._keeps_statistics = statistics
-        self._statistics: list[tuple[Tensor, Tensor]] = []
-        """Each, and its copy from before the window."""
+        self.makes_again = makes_again
+        self.synced: list[bool] = []
+        """For each backward, whether gradients came out of it: FSDP2 may keep them to itself."""
+        self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
+        """Without wrappers, in the order in which they were prepared."""
+        self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self.changed = ""
+        """Why gradients that are made again would be others."""
+        self._grads: dict[int, tuple[Tensor | None, int]] = {}
+        """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
+        them."""
+        self.is_proven = False
+        """A window was made again, and its forwards wrote to no parameter."""
+        self._versions: list[int] = []
+        """Of every parameter, before the first backward."""
+        self.held: dict[int, Tensor] = {}
+        """By the ``id`` of a parameter: the norm of the gradient that it had before the window."""
+        self._outputs: Any = WeakTensorKeyDictionary()
+        """What forwards have returned, and its ``Source``."""
+        self._roots: list[Any] = []
+        """The nodes of losses, where a forward was given what another one had returned."""
+        self._ends: list[Any] = []
+        """Those of what such a forward has returned."""
+        self._buffers: dict[tuple[int, str], _Buffer] = {}
+        """Each as it was before the last forward of its model."""
+        self._written: set[tuple[int, str]] = set()
+        """Those that some forward has written to."""
+        self._forwards = 0
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many forwards there were before its last update."""
         self._is_over = True
         self._bytes = 0
 
@@ -112,16 +188,31 @@ class WindowRecording(ForwardListener):
 
         Args:
             prepared: what the training loop calls.
-            inner: the model in it. It is what is run again, since the wrappers of distributed
-                training communicate.
+            inner: the model in it.
         """
         plain = unwrap(inner)
-        hooked = prepared if isinstance(prepared, torch._dynamo.OptimizedModule) else plain
+        is_compiled = isinstance(prepared, torch._dynamo.OptimizedModule)
+        hooked = prepared if is_compiled else plain
         # With autocast in the compiler's wrapper alone it would run without autocast.
         is_outside = "_original_forward" in vars(plain) and "forward" not in vars(plain)
         is_scripted = isinstance(plain, torch.jit.ScriptModule)
         if hooked not in self._modules and not is_outside and not is_scripted:
-            self._listen(hooked, weakref.ref(plain), prepend=True)
+            run: Any = prepared._orig_mod if is_compiled else prepared
+            if isinstance(run, DistributedDataParallel):
+                self.parallel.add(run)
+            self.models.setdefault(plain)
+            is_wrapped = isinstance(run, DistributedDataParallel)
+            self._listen(hooked, weakref.ref(run if is_wrapped else plain), prepend=True)
+
+    def call(self, method: Callable[..., T], model: Module, *args: Any, **kwargs: Any) -> T:
+        """``method(model, *args, **kwargs)``, a Trainer's ``compute_loss``, as one forward."""
+        run, output = weakref.WeakMethod(method), None
+        self.enter(run, model, (model, *args), kwargs)
+        try:
+            output = method(model, *args, **kwargs)
+            return output
+        finally:
+            self.leave(run, model, (), output)
 
     def before_backward(self, loss: Tensor) -> None:
         if self._is_over:
@@ -131,42 +222,180 @@ class WindowRecording(ForwardListener):
         self._count(_bytes(loss))
         if not self.left_out:
             self.losses.append(loss.detach())
+            if self._ends:
+                self._roots.append(loss.grad_fn)
+
+    def look_at(self, parameters: Sequence[Tensor]) -> None:
+        """Call before each backward. What changes gradients between two of them, or before the
+        check, would be lost where they are made again. Does not synchronise."""
+        versions = list(map(_version, parameters))
+        if self.backwards <= 1:
+            self.held, self._versions = largest_of(parameters), versions
+        elif versions != self._versions:
+            self.changed = MOVED
+        elif all(p.grad is None for p in parameters) and self.synced[-1:] == [True]:
+            # They were dropped, with all that came before.
+            self.calls = [call for call in self.calls if call.backward >= self.backwards - 1]
+            self.held = {}
+        else:
+            self.look_before_check(parameters)
+        self.note(parameters)
+
+    def look_after(self, parameters: Sequence[Tensor]) -> None:
+        """Call after each backward."""
+        self.synced.append(self._are_changed(parameters))
+        self.note(parameters)
+
+    def look_before_check(self, parameters: Sequence[Tensor]) -> None:
+        """Call before gradients are unscaled or clipped."""
+        if self._are_changed(parameters):
+            self.changed = "its gradients were changed after the backward"
+
+    def note(self, parameters: Sequence[Tensor]) -> None:
+        """These gradients are those of the window."""
+        grads = [(id(p), p.grad) for p in parameters]
+        self._grads |= {key: (g, _version(g)) for key, g in grads}
+
+    def without(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Those to which the window's backwards have given no gradient."""
+        return [p for p in parameters if self._grads.get(id(p), (p, 0))[0] is None]
+
+    def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
+        known = self._grads
+        return any(
+            p.grad is not grad or _version(grad) != version
+            for p in parameters
+            if id(p) in known
+            for grad, version in (known[id(p)],)
+        )
 
     def new_window(self) -> None:
         self._drop()
         self.backwards = self._bytes = 0
-        self.left_out = ""
+        self.left_out = self.changed = ""
         self._is_over = False
-        if self._keeps_statistics:
-            buffers = [pair for model in self._modules for pair in model.named_buffers()]
-            kept = [b for name, b in buffers if name.endswith(("running_mean", "running_var"))]
-            self._statistics = [(buffer, buffer.clone()) for buffer in kept]
+
+    def _keep_buffers(self, models: Iterable[Module]) -> list[_Buffer]:
+        """Copy those that forwards write to; the first time all."""
+        found = []
+        for place in (module._buffers for model in models for module in model.modules()):
+            for name, b in place.items():
+                key, last = (id(place), name), self._buffers.get((id(place), name))
+                if b is None:
+                    continue
+                if last is not None and last.is_written:
+                    self._written.add(key)
+                copy = b.detach().clone() if last is None or key in self._written else None
+                self._buffers[key] = _Buffer(place, name, b, _version(b), copy)
+                found.append(self._buffers[key])
+        self._count(sum(_bytes(b.copy) for b in found if b.copy is not None))
+        return found
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """It has updated its parameters."""
+        self._stepped[optimizer] = self._forwards
+
+    def end_window(self) -> None:
+        super().end_window()
+        self._grads = {}  # let the gradients go
+
+    @property
+    def used(self) -> list[ForwardCall]:
+        """The forwards that a backward has reached."""
+        return [call for call in self.calls if call.grads]
 
     def obstacle(self) -> str:
         """Why the window cannot be run again; "" if it can. Does not synchronise."""
         if self.left_out:
             return f"a forward was not recorded: {self.left_out}"
-        if not self.calls:
+        if not self.used:
             return "no forward of a prepared model, with gradients, was seen in it"
-        for call in self.calls:
-            if call.model() is None:
+        for call in self.used:
+            if call.run() is None:
                 return "a model that ran in it is gone"
             kept = (*call.inputs, *call.grads.values())
             if any(each.version != _version(each.tensor) for each in kept):
                 return "an input, or the gradient of an output, was changed in place since"
         return ""
 
+    def obstacle_for(self, parameters: Sequence[Tensor], every: Sequence[Tensor]) -> str:
+        """Why the gradients of ``parameters``, of ``every`` one that is stepped, cannot be made
+        again, where it can be run again. Synchronises."""
+        if self.changed:
+            return self.changed
+        if self._versions != list(map(_version, every)):
+            return MOVED
+        if not self.backwards or len(self.synced) != self.backwards:
+            return "a backward in it was not accelerator.backward()"
+        for call in self.used:
+            if any(each.is_written and each.copy is None for each in call.buffers):
+                return "a buffer was written to for the first time"
+            steps = [o for o, number in self._stepped.items() if number >= call.number]
+            run = call.run() if steps else None
+            own = [run] if isinstance(run, Module) else self.models
+            later = {id(p) for o in steps for p in parameters_of(o)}
+            if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
+                return "its parameters were updated since a forward of an earlier window"
+        if any(p.grad is not None and not p.requires_grad for p in parameters):
+            return "a parameter was frozen after the backward"
+        if self.dirty.intersection(map(id, parameters)):
+            return "its gradients were added to those of an earlier window"
+        return ""
+
+    @property
+    def dirty(self) -> set[int]:
+        """The ``id`` of parameters that had a gradient, other than zero, before the window."""
+        return {key for key, norm in self.held.items() if float(norm) != 0.0}
+
+    def passing(self, changes_model: bool = False) -> set[Source] | None:
+        """Outputs whose gradients another recorded forward makes again, for they all came through
+        that one. None: some gradient that came to another output cannot be used. Synchronises.
+
+        Args:
+            changes_model: only what came to a loss is of use, as outputs will be others.
+        """
+        inner = {each.source for call in self.used for each in call.inputs if each.source}
+        found: set[Source] = set()
+        for call in self.used:
+            for number, grad in call.grads.items():
+                is_finite = bool(local(grad.tensor).isfinite().all())
+                if is_finite and not changes_model:
+                    continue
+                if (call, number) in inner.difference(self._used_outside() if inner else ()):
+                    found.add((call, number))
+                elif number not in call.losses or not is_finite:
+                    return None
+        return found
+
+    def _used_outside(self) -> set[Source]:
+        """Outputs that code outside of recorded forwards has made a loss of."""
+        found, seen = set[Source](), set(self._ends)
+        edges: dict[tuple[Any, int], Source] = {}
+        for each in (each for call in self.used for each in call.inputs):
+            if each.source is not None and each.given is not None:
+                edges[each.given.grad_fn, each.given.output_nr] = each.source
+        left = [(node, 0) for node in self._roots]
+        while left:
+            node, place = left.pop()
+            if (node, place) in edges:
+                found.add(edges[node, place])
+            elif node is not None and node not in seen:
+                seen.add(node)
+                left += node.next_functions
+        return found
+
     @torch.no_grad()
     def restore_statistics(self) -> None:
-        """Put back running statistics that are not finite any more. Synchronises."""
-        for value, copy in self._statistics:
-            if not value.isfinite().all():
-                value.copy_(copy)
+        """Put back buffers, as running statistics, that are not finite any more: no later window
+        takes inf or NaN out of them again. Synchronises."""
+        for each in (each for call in reversed(self.calls) for each in call.buffers):
+            if each.copy is not None and not bool(each.tensor.isfinite().all()):
+                each.tensor.copy_(each.copy)
 
     # Called by hooks.
 
     def enter(
-        self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
+        self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
         if is_replaying() or is_transformed():
             return
@@ -177,9 +406,9 @@ class WindowRecording(ForwardListener):
             return
         if self._is_over:
             self.new_window()
-        stack.append(self._call(model, module, args, kwargs))
+        stack.append(self._call(run, module, args, kwargs))
 
-    def leave(self, model: weakref.ref[Module], module: Module, args: Any, output: Any) -> None:
+    def leave(self, run: weakref.ref[Any], module: Module, args: Any, output: Any) -> None:
         """A model's forward ends; by an exception if ``output`` is None."""
         if is_replaying() or is_transformed():
             return
@@ -192,6 +421,12 @@ class WindowRecording(ForwardListener):
                 # The graph keeps the call, so that a backward in a later window finds it.
                 hook: Any = Hook(self, "add_gradient", call, number)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                if tensor.numel() == 1:
+                    call.losses[number] = tensor.detach()
+                if self.makes_again and len(self.models) > 1:
+                    self._outputs[tensor] = call, number
+                    if any(each.source for each in call.inputs):
+                        self._ends.append(tensor.grad_fn)
         self._add(call, len(self.calls))
 
     def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
@@ -210,13 +445,15 @@ class WindowRecording(ForwardListener):
             call.grads[number] = _Kept(grad, _version(grad))
 
     def _call(
-        self, model: weakref.ref[Module], module: Module, args: Any, kwargs: dict[str, Any]
+        self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall | None:
         inputs: list[_Kept] = []
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad))
+            source = self._outputs.get(tensor) if self._outputs else None
+            given = None if source is None else tensor
+            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source, given))
             return plain
 
         try:
@@ -230,8 +467,20 @@ class WindowRecording(ForwardListener):
             torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
         ]
-        state = random_state(device)
-        return ForwardCall(model, device, self.backwards, args, kwargs, inputs, state, autocast)
+        self._forwards += 1
+        return ForwardCall(
+            run,
+            all(m.require_backward_grad_sync for m in self.parallel),
+            device,
+            self.backwards,
+            args,
+            kwargs,
+            inputs,
+            random_state(device),
+            autocast,
+            self._forwards,
+            self._keep_buffers([unwrap(module)]) if self.makes_again else [],
+        )
 
     def _add(self, call: ForwardCall, place: int) -> None:
         self._count(sum(_bytes(each.tensor) for each in call.inputs) + BYTES_OF_RANDOM_STATE)
@@ -248,7 +497,8 @@ class WindowRecording(ForwardListener):
     def _drop(self) -> None:
         for call in self.calls:
             call.grads.clear()  # a graph may keep the call
-        self.calls, self.losses = [], []
+        self.calls, self.losses, self.synced, self._roots = [], [], [], []
+        self._ends, self._grads, self.held = [], {}, {}
 
 
 def run_again(
@@ -258,7 +508,7 @@ def run_again(
 ) -> Origin | None:
     """Run the window again. Returns where it overflows; None where all is finite.
 
-    Synchronises with each device once.
+    Synchronises with each device once. Ranks do not communicate, but for FSDP2's.
 
     Args:
         recording: one without an ``obstacle()``.
@@ -269,56 +519,141 @@ def run_again(
     Raises:
         Whatever the model raises; all is put back then, too.
     """
-    calls = recording.calls
-    models = list(dict.fromkeys(model for call in calls if (model := call.model()) is not None))
-    with (
-        torch.inference_mode(False),
-        as_replay(),
-        _restored(models, calls[0].device),
-        torch.compiler.set_stance("force_eager"),
-        closing(OverflowFinder()) as finder,
-    ):
+    models = list(recording.models)
+    with _restored(models, recording.used[0].device), closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
-        for number in range(max(recording.backwards, 1)):
-            seeded: list[tuple[Tensor, Tensor]] = []
-            for call in calls:
-                if call.backward == number:
-                    outputs = _forward(call)
-                    seeded += [(outputs[n], grad.tensor) for n, grad in call.grads.items()]
+        for number, forwards in enumerate(_micro_batches(recording)):
+            with _reducing(recording.parallel, False, alone=True):
+                seeded = forwards()
             if factor is None:
                 losses = recording.losses[number : number + 1]
             else:  # the window's own loss may be inf
                 losses = [output for output, _ in seeded if output.numel() == 1]
+                seeded = [(r, torch.where(g.isfinite(), g * factor, 0.0)) for r, g in seeded]
             finder.before_backward(losses)
             with around_backward():
-                _backward(seeded, factor)
+                _backward(seeded)
         return finder.find()
 
 
-def _forward(call: ForwardCall) -> list[Tensor]:
-    model = call.model()
-    assert model is not None
+def make_again(
+    recording: WindowRecording,
+    parameters: Sequence[Tensor],
+    passing: set[Source],
+    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    factor: float = 1.0,
+    changes_model: bool = False,
+) -> str:
+    """Make the gradients of ``parameters`` again, through the wrapped models and with the
+    collectives of ordinary backwards. Returns why these are not those of the window; "": they are.
+
+    Synchronises.
+
+    Args:
+        recording: one without an obstacle.
+        passing: outputs to whose gradients nothing is added; see :meth:`WindowRecording.passing`.
+        factor: what the gradients of the other outputs are multiplied by: another scale.
+        changes_model: the outputs may be others than those of the window.
+
+    Raises:
+        Whatever the model raises; the gradients are dropped then.
+    """
+    models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
+    sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
+    with (
+        _restored(models, recording.used[0].device, {id(p) for p in parameters}) as writes,
+        _buffers_as_before(recording.used, changes_model),
+    ):
+        try:
+            for grad in gradients_of(parameters):
+                grad.zero_()  # the same tensor: it may be a view of a bucket, or have some
+            for number, forwards in enumerate(
+                _micro_batches(
+                    recording,
+                    passing,
+                    pairs,
+                    changes_model,
+                    None if recording.is_proven else writes,
+                )
+            ):
+                seeded = [(root, seed * factor) for root, seed in forwards()]
+                for model in sharded:
+                    model.set_requires_gradient_sync(recording.synced[number], recurse=False)
+                with around_backward():
+                    _backward(seeded)
+        except BaseException:
+            for p in parameters:
+                p.grad = None
+            raise
+        for p in recording.without(parameters):  # it was unfrozen since
+            p.grad = None
+        recording.note(parameters)
+    recording.is_proven = not writes.has_written
+    if writes.has_written:
+        return "its forward writes to its parameters"
+    are_same = changes_model or all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
+    return "" if are_same else "its forward gave another loss: it has state of its own"
+
+
+def _micro_batches(
+    recording: WindowRecording,
+    passing: Collection[Source] = (),
+    pairs: list[tuple[Tensor, Tensor]] | None = None,
+    changes_model: bool = False,
+    writes: AbstractContextManager[Any] | None = None,
+) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
+    """For each backward of the window what runs its forwards, and returns their outputs and what
+    came to these. Losses, and what they were, are added to ``pairs``. ``writes`` is entered around
+    each forward."""
+    for number in range(max(recording.backwards, 1)):
+
+        def forwards(number: int = number) -> list[tuple[Tensor, Tensor]]:
+            seeded, made = [], dict[Source, Tensor]()
+            for call in recording.used:
+                if call.backward != number:
+                    continue
+                if pairs is None:  # to look on: gradients and buffers are anyone's
+                    outputs = _forward(call, made)
+                else:
+                    for each in () if changes_model else call.buffers:
+                        each.restore()
+                    with writes or nullcontext(), _reducing(recording.parallel, call.syncs):
+                        outputs = _forward(call, made)
+                for n, grad in call.grads.items():
+                    if (call, n) in passing:
+                        made[call, n] = outputs[n]
+                    else:
+                        seeded.append((outputs[n], grad.tensor))
+                    if pairs is not None and n in call.losses:
+                        pairs.append((outputs[n].detach(), call.losses[n]))
+            return seeded
+
+        yield forwards
+
+
+def _forward(call: ForwardCall, made: Mapping[Source, Tensor]) -> list[Tensor]:
+    """``made``: outputs that are given to the next forward with their graph."""
+    run = call.run()
+    assert run is not None
     # The script may have made an input require gradients since, for a gradient penalty.
-    fresh = {
-        id(each.tensor): each.tensor.detach().requires_grad_(each.requires_grad)
-        for each in call.inputs
-    }
+    fresh: dict[int, Tensor] = {}
+    for each in call.inputs:
+        plain = each.tensor.detach().requires_grad_(each.requires_grad)
+        fresh[id(each.tensor)] = made.get(each.source, plain) if each.source else plain
     args, kwargs = map_tensors((call.args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
     with torch.enable_grad(), ExitStack() as stack:
         for context in call.autocast:
             stack.enter_context(context)
-        return tensors_in(model(*args, **kwargs))
+        return tensors_in(run(*args, **kwargs))
 
 
-def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None:
+def _backward(seeded: list[tuple[Tensor, Tensor]]) -> None:
     roots, seeds, handles = [], [], []
     for root, seed in seeded:
         if not root.requires_grad:
             continue
-        if factor is not None:
-            seed = torch.where(seed.isfinite(), seed * factor, 0.0)
 
         def replace(_: Tensor, seed: Tensor = seed) -> Tensor:
             """``seed``: all that came to this output, also by way of another output."""
@@ -336,30 +671,76 @@ def _backward(seeded: list[tuple[Tensor, Tensor]], factor: float | None) -> None
 
 
 @contextmanager
-def _restored(models: Iterable[Module], device: torch.device) -> Iterator[None]:
+def _buffers_as_before(calls: Sequence[ForwardCall], keeps: bool) -> Iterator[None]:
+    """Buffers may be written to in the block; afterwards they are as they are now, unless
+    ``keeps``: then they start as before the first of these forwards, and stay."""
+    copied = [each for call in reversed(calls) for each in call.buffers if each.copy is not None]
+    now = [(each, each.place[each.name], each.place[each.name].clone()) for each in copied]
+    for each in copied if keeps else ():
+        each.restore()
+    try:
+        yield
+    finally:
+        for each, tensor, copy in () if keeps else now:
+            each.place[each.name] = tensor
+            tensor.data.copy_(copy)
+
+
+@contextmanager
+def _reducing(
+    models: Iterable[DistributedDataParallel], syncs: bool, alone: bool = False
+) -> Iterator[None]:
+    """DDP's forwards in the block lead to a backward that reduces gradients, or to none that does;
+    ``alone``: nor do they take buffers from the first rank."""
+    before = [(m, m.require_backward_grad_sync, m.require_forward_param_sync) for m in models]
+    for model, _, takes in before:
+        model.require_backward_grad_sync = syncs
+        model.require_forward_param_sync = takes and not alone
+    try:
+        yield
+    finally:
+        for model, synced, takes in before:
+            model.require_backward_grad_sync = synced
+            if alone:
+                model.require_forward_param_sync = takes
+
+
+@contextmanager
+def _restored(
+    models: Iterable[Module], device: torch.device, remade: Collection[int] | None = None
+) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
-    afterwards as they were.
+    afterwards as they were; but for the gradients of ``remade`` (the ``id`` of parameters), which
+    stay, and buffers beside these.
 
     Note [Other parameter objects]
-    The block runs on other Parameter objects with the same memory. Their gradients are dropped as
-    soon as hooks have seen them, and hooks on the model's own parameters, as DDP's reducer, do not
-    run. A copy of a parameter is made only when something is about to write to it. FSDP2 gathers
-    from its own parameters, so there the gradients are put aside instead.
+    To look on, the block runs on other Parameter objects with the same memory. Their gradients are
+    dropped as soon as hooks have seen them, and hooks on the model's own parameters, as DDP's
+    reducer, do not run. A copy of a parameter is made only when something is about to write to it.
+    FSDP2 gathers from its own parameters, so there the gradients are put aside instead. What is to
+    be kept is made on the model's own, with every hook.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device)
     places: list[dict[str, Any]] = [m._parameters for m in modules]
-    places += [m._buffers for m in modules]
+    places += [m._buffers for m in modules] if remade is None else []
     before = [dict(place) for place in places]
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    grads = [(p, p.grad) for p in parameters.values() if p.requires_grad]
+    aside = [p for p in parameters.values() if p.requires_grad and id(p) not in (remade or ())]
+    grads = [(p, p.grad) for p in aside]
     writes = _CopyOnWrite(parameters.values())
     try:
         for p, _ in grads:
             p.grad = None
-        _replace(places, is_sharded=any(map(is_fsdp2, modules)))
-        with writes:
-            yield
+        if remade is None:
+            _replace(places, is_sharded=any(map(is_fsdp2, modules)))
+        with (
+            torch.inference_mode(False),
+            as_replay(),
+            torch.compiler.set_stance("force_eager"),
+            writes if remade is None else nullcontext(),  # it takes a while: else in forwards only
+        ):
+            yield writes
     finally:
         for place, own in zip(places, before, strict=True):
             place.clear()
@@ -375,7 +756,11 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._addresses = {_address(p) for p in parameters} - {0}
+        parameters = [p for p in parameters if _address(p)]
+        self._addresses = set(map(_address, parameters))
+        self._data = [(p, p.data) for p in parameters]
+        self.has_written = False
+        """Something wrote to a parameter; known once that was undone."""
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -390,6 +775,10 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
         """Write the copies back; version counters stay."""
+        moved = [(p, data) for p, data in self._data if _address(p) != _address(data)]
+        self.has_written = bool(moved or self._copies)
+        for p, data in moved:  # by ``p.data = ...``
+            p.data = data
         for storage, copy in self._copies.values():
             storage.copy_(copy)
 
@@ -429,9 +818,23 @@ def _drop_gradient(p: Tensor) -> None:
     p.grad = None
 
 
+def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
+    of a sparse one 1. Does not synchronise."""
+    found = {}
+    for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
+        is_plain = grad.numel() > 0 and not grad.is_sparse
+        ends = torch.stack(torch.aminmax(grad)) if is_plain else torch.ones(1)
+        found[id(p)] = ends.abs().amax()
+    return found
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor | None) -> int:
+    if tensor is None or tensor.is_inference():
+        return 0
+    # FSDP2 adds to the shard.
+    return tensor._version if type(tensor) is Tensor else local(tensor)._version

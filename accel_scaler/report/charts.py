@@ -91,11 +91,11 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "scale",
             "Loss scale",
-            "The factor on the loss. It halves when a window overflows, and that step is skipped; "
-            "after growth_interval windows without overflow it doubles.",
+            "The factor on the loss. It halves when a window overflows, and that step is skipped "
+            "or run again; after growth_interval windows without overflow it doubles.",
             "log2",
             scale,
-            _skips(run, scale),
+            _skips(run, scale) + _retried(run),
         ),
         Chart(
             "norm",
@@ -176,6 +176,13 @@ def _skips(run: Run, lines: list[Line]) -> list[Marks]:
     if lines[0].holds:
         height = lines[0].high or height
     return [Marks(label, "cross", at, [height[i] for i in at])]
+
+
+def _retried(run: Run) -> list[Marks]:
+    """At the upper edge: windows that overflowed, and were run again at a lower scale."""
+    at = [i for i, mean in enumerate(run.bins.means("retried")) if mean.count]
+    label = f"{counted(run.retried, 'window')} run again"
+    return [Marks(label, "triangle", at, [None] * len(at), "warn")] if at else []
 
 
 def _bad(run: Run, name: str) -> list[Marks]:

@@ -44,6 +44,9 @@ def key_numbers(run: Run) -> list[KeyNumber]:
     if run.highest is not None:
         norm, x = run.highest
         found.append(KeyNumber("largest finite norm", f"{norm:.3g}", run.place(x)))
+    if run.retried:
+        more = f"{run.retry_seconds:.3g} s; not skipped"
+        found.append(KeyNumber("overflowed, ran again", f"{run.retried:,}", more))
     if run.limited:
         found.append(KeyNumber("clipped", percent(run.clipped, run.limited)))
     if run.largest is not None and run.least_room is not None:

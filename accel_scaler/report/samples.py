@@ -11,9 +11,10 @@ from ..telemetry import Record
 MAX_BINS = 1024
 MAX_COLUMNS = 240
 MAX_CELLS = 1 << 21
-SERIES = ("loss", "scale", "norm", "spike", "largest", "seconds", "update", "waited")
-"""``spike``: norms skipped as spikes; ``largest``: ``Record.largest_gradient``; ``seconds``: from
-the end of the window before, not of a session's first; ``update`` and ``waited``: seconds."""
+SERIES = ("loss", "scale", "norm", "spike", "retried", "largest", "seconds", "update", "waited")
+"""``spike``: norms skipped as spikes; ``retried``: ``Record.first_scale``; ``largest``:
+``Record.largest_gradient``; ``seconds``: from the end of the window before, not of a session's
+first; ``update`` and ``waited``: seconds."""
 
 
 @dataclass(slots=True)
@@ -86,9 +87,10 @@ class Bins:
     def include(self, x: int, record: Record, seconds: float | None = None) -> None:
         """Add the next window, which ended ``seconds`` after the one before."""
         times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
+        retried = record.first_scale if record.retries and not record.skipped else None
         spike = record.grad_norm if record.spike and not record.found_inf else None
-        found = (record.loss, record.scale, record.grad_norm, spike, record.largest_gradient)
-        means = map(Mean.of, (*found, seconds, *times))
+        found = (record.loss, record.scale, record.grad_norm, spike, retried)
+        means = map(Mean.of, (*found, record.largest_gradient, seconds, *times))
         series = dict(zip(SERIES, means, strict=True))
         new, done = Bin(x, x, 1, int(record.skipped), record.max_norm, record.lr, series), self.done
         if done and done[-1].windows < self.width:

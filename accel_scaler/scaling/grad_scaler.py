@@ -36,7 +36,7 @@ from .host_mirror import HostMirror
 from .parameter_names import ParameterNames
 from .skips import SkipStreak
 from .thread_windows import ThreadWindows
-from .update_rule import Rule, ScaleState
+from .update_rule import Rule, ScaleState, always
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
@@ -124,6 +124,8 @@ class GradScaler(torch.amp.GradScaler):
         self._leaves: list[weakref.ref[Tensor]] = []
         """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
         with the window, since torch swaps no parameter that has a weak reference."""
+        self.has_room: Callable[[], bool] = always
+        """Asked by :meth:`close_window` before the scale grows."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]]
         self._managed = weakref.WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order they came, and their ``Stepper``."""
@@ -629,7 +631,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.write_state(replace(before, spikes=before.spikes + 1))
             else:
                 rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # it counts skips alone
-                self.write_state(rule.advance(before, window.found_inf))
+                self.write_state(rule.advance(before, window.found_inf, self.has_room))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""
@@ -665,8 +667,9 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
             if why:
                 self._mark_carried_over(optimizer, why)
-            else:
+            elif any(p.grad is not None for p in parameters_of(optimizer)):
                 scaled.append(optimizer)
+                self.window.record(optimizer).is_carried = True
         if not scaled:
             return
         before = now = self.read_state().scale

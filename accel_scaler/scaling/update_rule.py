@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+
+def always() -> bool:
+    """torch's rule: the scale grows whenever that is due."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +45,14 @@ class Rule:
     max_scale: float | None = None
     hysteresis: int = 1
 
-    def advance(self, state: ScaleState, found_inf: bool) -> ScaleState:
-        """The state after a window whose gradients did (``found_inf``) or did not overflow."""
+    def advance(
+        self, state: ScaleState, found_inf: bool, has_room: Callable[[], bool] = always
+    ) -> ScaleState:
+        """The state after a window whose gradients did (``found_inf``) or did not overflow.
+
+        Args:
+            has_room: asked where a growth is due, whether it is made; else the count starts again.
+        """
         if found_inf:
             skips = state.consecutive_skips + 1
             scale = state.scale
@@ -50,6 +62,8 @@ class Rule:
         tracker = state.growth_tracker + 1
         if tracker != self.growth_interval:
             return ScaleState(self.clamp(state.scale), tracker)
+        if not has_room():
+            return ScaleState(self.clamp(state.scale), 0)
         grown = _float32(state.scale * self.growth_factor)
         return ScaleState(self.clamp(grown if math.isfinite(grown) else state.scale), 0)
 

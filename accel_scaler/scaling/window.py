@@ -131,6 +131,8 @@ class OptimizerRecord(dict[str, Any]):
         """The number of its parameters when they were unscaled or checked."""
         self.carried_over = ""
         """Why its gradients from before the window must not be added to; "": they may."""
+        self.is_carried = False
+        """It has such gradients, brought to the scale of this window."""
         self.deferred = DeferredUnscale()
         """What is left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
@@ -232,7 +234,13 @@ class Window:
         self.origin: Origin | None = None
         """Where its overflow began, if an observer has found out."""
         self.healed: tuple[str, ...] = ()
-        """Modules that run in float32 from the next window on, for its overflow."""
+        """Modules that run in float32 from then on, for its overflow."""
+        self.first_scale: float | None = None
+        """The scale at which gradients that were to be made again had overflowed."""
+        self.retries = 0
+        """How often its gradients were made again."""
+        self.retry_s = 0.0
+        """What that took, in seconds of host time."""
         self.sealed = False
         """A job's own: its verdict is known, no other optimizer may join."""
 

@@ -109,6 +109,10 @@ class Diagnosis:
         """The largest gradient that was measured last, unscaled, and the window's x."""
         self.healed: dict[str, int] = {}
         """Modules that ``heal`` put in float32, in order, and the x of the window."""
+        self.retried = 0
+        """Windows that overflowed and were made again, so that none of their batches is lost."""
+        self.retry_seconds = 0.0
+        """What all retries took."""
         self.streak = 0
         """Skipped windows in a row, up to the last one."""
 
@@ -142,6 +146,8 @@ class Diagnosis:
         self.windows += 1
         self.skips += record.skipped
         self.streak = self.streak + 1 if record.skipped else 0
+        self.retried += record.retries > 0 and not record.skipped
+        self.retry_seconds += (record.retry_us or 0) / 1e6
         if record.first is not None:
             self.first = (x, record.first)
         self.overflowed = record.overflowed or self.overflowed

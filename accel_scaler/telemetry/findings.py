@@ -161,8 +161,12 @@ def skips(run: Diagnosis) -> Finding:
     if not run.windows:
         return Finding("note", "No window closed.")
     counts = f"{run.windows:,} window{'s' * (run.windows != 1)}"
+    again = ""
+    if run.retried:
+        again = f" {counted(run.retried, 'window')} overflowed and ran again, in "
+        again += f"{run.retry_seconds:.3g} s; batches lost: {run.skips:,}."
     if not run.skips:
-        return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.")
+        return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.{again}")
     later = run.skips - run.kinds["search"]
     when = {
         "while the scale settled": run.kinds["search"],
@@ -172,7 +176,7 @@ def skips(run: Diagnosis) -> Finding:
         "as spikes of the gradient norm": run.kinds["spike"],
     }
     parts = ", ".join(f"{count:,} {name}" for name, count in when.items() if count)
-    title = f"{counts}, {run.skips:,} skipped ({percent(run.skips, run.windows)}): {parts}."
+    title = f"{counts}, {run.skips:,} skipped ({percent(run.skips, run.windows)}): {parts}.{again}"
     if later > MANY_SKIPPED * run.windows:
         lost = "After the search " * run.is_scaled + percent(later, run.windows)
         return Finding("warn", title, f"{lost} of the windows trained nothing.")

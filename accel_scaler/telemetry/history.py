@@ -36,6 +36,12 @@ class History:
         return self.diagnosis().skips
 
     @property
+    def retried(self) -> int:
+        """Windows that overflowed and were made again: their batches are not lost."""
+        last = self.records[-1] if self.records else None
+        return self._before.retried + (last is not None and last.retries > 0 and not last.skipped)
+
+    @property
     def max_grad_norm(self) -> float | None:
         """The largest finite norm; None: none was taken."""
         highest = self.diagnosis().highest
@@ -93,8 +99,8 @@ class History:
         return next((r.overflowed for r in reversed(self.records) if r.overflowed), ())
 
     def progress(self) -> dict[str, float]:
-        """What a progress bar shows: ``scale`` of the next window, ``skips`` so far, ``headroom``
-        where it is known and the number of modules ``healed`` where there are any.
+        """What a progress bar shows: ``scale`` of the next window, ``skips`` so far, windows
+        ``retried`` and modules ``healed`` where there are any, ``headroom`` where it is known.
 
         >>> bar.set_postfix(accelerator.scaler_history.progress())
         """
@@ -103,6 +109,8 @@ class History:
         scale, room = self.records[-1].next_scale, self.headroom
         found = {"scale": int(scale) if scale.is_integer() else scale} if self.is_scaled else {}
         found["skips"] = self.skips
+        if retried := self.retried:
+            found["retried"] = retried
         if room is not None and math.isfinite(room):
             found["headroom"] = round(room, 1)
         return found | ({"healed": len(self.healed)} if self.healed else {})

@@ -84,6 +84,13 @@ class Record:
     """Where the overflow began. Only with ``find_overflow``."""
     healed: tuple[str, ...] = ()
     """Modules that run in float32 from the next window on, found by ``heal``."""
+    retries: int = 0
+    """How often its gradients were made again, with ``on_overflow="retry"`` or ``heal``. Unless it
+    is ``skipped`` they were finite then, at ``scale``."""
+    first_scale: Amount | None = None
+    """The scale at which they had overflowed first; None: they had not, or were not made again."""
+    retry_us: int | None = None
+    """Microseconds that this took. Host time."""
     step_mode: str | None = None
     """``"sync"`` or ``"overlap"``: the way that ``step_mode="auto"`` had for its update (of several
     optimizers: the last one's). None elsewhere, and where nothing was updated."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import math
 import random
@@ -69,6 +70,9 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
     "data every other": lambda p: p.data.view(-1)[::2].mul_(0.75),
 }
 LIMIT_S = 60.0
+WITHIN = ("off_boundary", "read", "state_dict", "evaluate", "edit_gradient")
+HARMLESS = (*WITHIN, "backward", "unscale", "clip_norm", "clip_value", "drop", "step")
+"""In a window that may be made again; others change what it is made of."""
 IN_PLACE = ("by hand", "data", "foreach", "views")
 """Ways to zero gradients past the optimizer and the model."""
 MODES = ("sync", "overlap", "delayed", "auto")
@@ -96,6 +100,10 @@ class Player:
         self.seen, self.device, self.folder = seen, device, folder
         self.attached = setup.attached
         self.clips: list[str] = []
+        self.blown: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Whose gradient in this window has overflowed here, and would not at half the scale."""
+        self.spoilt, self.versions = False, list[int]()
+        """The window cannot be made again."""
         self.saved: Any = None
         self.is_regrouped = False
         self.count = 0
@@ -113,6 +121,8 @@ class Player:
     def call(self, name: str, arguments: dict[str, Any]) -> None:
         if self.stop_reading is not None and name not in BESIDE_A_READER:
             self.stop_reading()
+        if self.setup.retry and self.is_open and name not in HARMLESS:
+            return
         if getattr(self, name)(**arguments) is not False:
             self.seen[name] += 1
         self.compare()
@@ -140,7 +150,8 @@ class Player:
         self.compare_gradients()
 
     def compare_gradients(self) -> None:
-        for p, q in self.pairs if not self.clips and not self.setup.fold else ():
+        as_made = not (self.clips or self.setup.fold or self.blown)
+        for p, q in self.pairs if as_made else ():
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
                 self.same("a gradient", p.grad.nan_to_num(7.0), q.grad.nan_to_num(7.0))
@@ -245,13 +256,25 @@ class Player:
         bad=[False] * 5 + [True],
         plain=(False, False, True),
         thread=[False] * 5 + [True],
+        blows=(False, False, True),
     )
     def backward(
-        self, used: Sequence[str], bad: bool, plain: bool = False, thread: bool = False
+        self,
+        used: Sequence[str],
+        bad: bool,
+        plain: bool = False,
+        thread: bool = False,
+        blows: bool = False,
     ) -> Any:
-        """``plain``: ``scaler.scale(loss).backward()``; ``thread``: on a thread of its own."""
+        """``plain``: ``scaler.scale(loss).backward()``; ``thread``: on a thread of its own;
+        ``blows``: a gradient overflows, unless its backward runs again."""
         if self.clips:
             return False
+        if not self.is_open:
+            grads = [p.grad for p in self.plain.net.parameters()]
+            self.spoilt = any(g is not None and bool(g.count_nonzero()) for g in grads)
+            self.versions = [p._version for p in self.ours.net.parameters()]
+        self.spoilt |= plain or bad
         self.count += 1
         aside = thread and self.attached and self.device == "cpu"
         again = self.is_open
@@ -260,6 +283,8 @@ class Player:
             mine, other = self.losses(used)
             if not other.requires_grad:
                 return False
+            if blows and self.setup.retry and not self.blown:
+                self.blow(used)
             self.ours.backward(mine * (INF if bad else 1.0), plain)
             self.plain.backward(other * (INF if bad else 1.0), self.attached and not plain)
             return True
@@ -270,11 +295,33 @@ class Player:
         self.seen["backward in a thread"] += aside and ran
         return ran
 
+    def blow(self, used: Sequence[str]) -> None:
+        trained = (pair for name in used for pair in self.chosen(name) if pair[1].requires_grad)
+        for p, q in itertools.islice(trained, 1):
+            p.register_hook(partial(overflow_once, itertools.count()))  # type: ignore[no-untyped-call]
+            self.blown.append((p, q))
+
+    def settle(self) -> None:
+        """A boundary is about to see what has overflowed."""
+        blown, self.blown = self.blown, []
+        if not blown:
+            return
+        low, _ = self.setup.bounds
+        self.spoilt |= self.versions != [p._version for p in self.ours.net.parameters()]
+        if self.spoilt or self.plain.scale * 0.5 < (low or 1.0):
+            for _, q in blown:
+                assert q.grad is not None
+                q.grad.fill_(INF)
+        else:
+            self.plain.retry()
+        self.seen["run again"] += not self.spoilt
+        self.seen["not run again"] += self.spoilt
+
     @operation(limit=(0.125, 0.01))
     def off_boundary(self, limit: float) -> Any:
         """Accelerate accumulates: clip, step and zero_grad do nothing yet; where nothing is scaled
         a clip clips, as stock's."""
-        if not self.attached or not self.is_open or self.clips:
+        if not self.attached or not self.is_open or self.clips or self.blown:
             return False
         accelerator, net = self.ours.accelerator, self.plain.net
         grads = {p: g for n in self.numbers for p, g in self.plain.unscaled(n).items()}
@@ -295,8 +342,11 @@ class Player:
     @operation(which=range(8), how=("in place", "data", "replaced", "dropped"))
     def edit_gradient(self, which: int, how: str) -> Any:
         p, q = self.pairs[which % len(self.pairs)]
-        if not self.is_open or self.clips or q.grad is None:
+        if not self.is_open or self.clips or q.grad is None or self.blown:
             return False
+        if self.setup.retry and how in ("data", "dropped"):
+            return False
+        self.spoilt = True
         for each in (p, q):
             assert each.grad is not None
             if how == "in place":
@@ -311,6 +361,8 @@ class Player:
         """By hand, before a clip or none."""
         if not self.may_end or self.clips or self.setup.fold or self.low:
             return False
+        self.spoilt |= how != "accelerator"
+        self.settle()
         for number in self.numbers:
             if all(p.grad is None for p in self.plain.owned[number]):
                 continue
@@ -331,6 +383,7 @@ class Player:
         """
         if not self.may_end or self.setup.fold:
             return False
+        self.settle()
         again = self.clips or parts != WHOLE
         if self.low and (self.clips or (again and self.plain.compensation != "none")):
             return False
@@ -365,6 +418,7 @@ class Player:
             return False
         if self.low and not {"exact", "rounded"}.isdisjoint(self.clips):
             return False
+        self.settle()
 
         def clip(masters: list[Tensor]) -> Any:
             return torch.nn.utils.clip_grad_value_(masters, limit)
@@ -386,6 +440,7 @@ class Player:
             self.plain.zero_grad(number, to_none)
         self.plain.final, self.plain.norm, self.clips = {}, None, []
         self.plain.refused.clear()
+        self.spoilt |= not to_none
         return self.backward(used, bad=False)
 
     @operation(
@@ -405,6 +460,7 @@ class Player:
         fails = fails if may_fail else None
         if fails is not None:
             self.synchronized()  # the fault is for this step
+        self.settle()
         if fails is not None or (self.low and self.clips not in ([], ["rounded"])):
             zero = "none"  # what is left is lost, or scaled and clipped
         # Only then: gradients whose memory others have are copied before the step.
@@ -947,6 +1003,10 @@ def in_thread(fn: Callable[[], Any]) -> Any:
         return thread.submit(fn).result(LIMIT_S)
 
 
+def overflow_once(times: Iterator[int], grad: Tensor) -> Tensor:
+    return grad if next(times) else torch.full_like(grad, INF)
+
+
 def in_float32(entry: dict[str, Any]) -> dict[str, Any]:
     """State without the dtype of what was saved in less than float32."""
     return {
@@ -981,6 +1041,8 @@ def possible(setup: Setup) -> Setup:
         setup = replace(setup, hysteresis=1, bounds=(None, None))
     if not setup.attached:
         setup = replace(setup, guards=True, limit=None, stock=False)
+    if setup.retry:
+        setup = replace(setup, attached=True, precision="fp16", two=False, stock=False)
     if setup.dtype == "all":  # no plain loop steps one in place beside another one's master
         setup = replace(setup, masters="fp32")
     if setup.mode != "delayed":
@@ -1024,18 +1086,20 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         limit=r.choice((None, None, 0.5, "1.25x", "1.25x")),
         # On a device torch's optimizers round bfloat16 in other places.
         masters="fp32" if on_device else r.choice(("auto", "auto", "fp32")),
+        retry=attached and precision == "fp16" and not stock and r.random() < 0.5,
     )
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
         for _ in range(r.choice((0, 1, 1, 1, 1, 2))):
             calls.append(drawn(r, "backward", CHOICES))
             if r.random() < 0.3:
-                calls.append(drawn(r, r.choice(BETWEEN), CHOICES))
+                others = WITHIN if setup.retry else BETWEEN
+                calls.append(drawn(r, r.choice(others), CHOICES))
         for _ in range(r.choice((0, 0, 0, 1, 2))):
             calls.append(drawn(r, r.choice(CLIPS), CHOICES))
             if r.random() < 0.15:
                 calls.append(drawn(r, "drop", CHOICES))
-        calls.append(drawn(r, r.choice(BOUNDARIES), CHOICES))
+        calls.append(drawn(r, "step" if setup.retry else r.choice(BOUNDARIES), CHOICES))
         for _ in range(r.choice((0, 1, 1, 2))):
             calls.append(drawn(r, r.choice(AFTERS), CHOICES))
     setup = possible(setup)

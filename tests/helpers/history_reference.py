@@ -82,6 +82,9 @@ class Setup(Short):
     limit: float | str | None = None
     """Attached: ``skip_norm_above``."""
     masters: str = "auto"
+    retry: bool = False
+    """Attached, one optimizer: an overflowed window runs again. The reference has the lower scale
+    from its start."""
 
     @property
     def scaled(self) -> bool:
@@ -301,6 +304,17 @@ class PlainTorch:
         self.opened, self.norms = True, {}
         self.before = (self.scale, self.good, self.bad)
         (loss * self.scale).backward()
+
+    @torch.no_grad()
+    def retry(self) -> None:
+        """The window has half its scale, from its start: a power of two, so nothing is rounded."""
+        low, _ = self.setup.bounds
+        assert self.scale * 0.5 >= (low or 1.0)
+        for p in self.net.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        self.scale, self.good = self.scale * 0.5, 0
+        self.before = (self.scale, 0, self.before[2])
 
     def start_window(self) -> None:
         self.stepped, self.final, self.norm, self.norms = set(), {}, None, {}

@@ -154,10 +154,9 @@ def make(
 
 
 @contextmanager
-def attached(trainer: Any, mode: str) -> Iterator[Any]:
-    config = ScalerConfig(
-        **MODES[mode], init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, optimizer_threads=1
-    )
+def attached(trainer: Any, mode: str, **more: Any) -> Iterator[Any]:
+    usual = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL, "optimizer_threads": 1}
+    config = ScalerConfig(**(MODES[mode] | usual | more))
     with nullcontext() if mode == "sync" else lazy():
         try:
             yield attach(trainer, config)
@@ -275,6 +274,34 @@ def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path, mode: str, s
     assert reference["rates"][3] == reference["rates"][4] != reference["rates"][5]
     drawn = reference["drawn"]
     assert drawn[-1] != drawn[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_rollout_is_lost(tmp_path: Path, mode: str) -> None:
+    """With ``retry`` a run is one in which nothing overflows, metrics included."""
+
+    def run(name: str, overflows: Iterable[int], **more: Any) -> Any:
+        trainer, sampler = make(tmp_path / name, llama(torch.float32, overflows), max_steps=6)
+        trainer.optimizer = momentum(trainer.model.parameters())
+        exact = {"fp32_modules": ["model", "lm_head"]}  # float16 has subnormal numbers
+        with attached(trainer, mode, **exact, **more):
+            trainer.train()
+            metrics = [
+                {k: v for k, v in entry.items() if not ("time" in k or "scaler_" in k)}
+                for entry in trainer.state.log_history[:-1]
+            ]
+            records = list(trainer.accelerator.scaler_history.records)
+            return {
+                "drawn": sampler.drawn,
+                "weights": values(trainer.model),
+                "log": metrics,
+            }, records
+
+    ours, records = run("ours", (1, 3), on_overflow="retry")
+    theirs, plain = run("theirs", ())
+    assert not any(r.skipped for r in (*records, *plain))
+    assert records[1].scale < plain[1].scale
+    assert_same(ours, theirs)
 
 
 # --- the sampler ----------------------------------------------------------------------------------

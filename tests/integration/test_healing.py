@@ -108,23 +108,23 @@ def train(
 def test_a_healed_run_equals_one_with_the_module_in_float32(
     mode: dict[str, Any], half: bool
 ) -> None:
-    """One skip, the scale as before it, then bit for bit the run with the line in its config."""
+    """Bit for bit the run with the line in its config, from the first window on: none is lost."""
     if half and mode.get("fold_unscale"):
         pytest.skip("float16 parameters are unscaled in the step anyway")
     healed, records = train(Net(half=half), heal=True, growth_interval=99, **mode)
-    assert [r.skipped for r in records] == [True] + [False] * 7
+    assert [r.skipped for r in records] == [False] * 8
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
     assert {r.scale for r in records} == {256.0}
-    named, _ = train(Net(half=half), 8, 1, fp32_modules=["sick"], growth_interval=99, **mode)
+    named, _ = train(Net(half=half), 8, 0, fp32_modules=["sick"], growth_interval=99, **mode)
     assert_same(healed, named)
 
 
 def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() -> None:
     healed, records = train(Net(Steep), heal=True)
-    assert [r.skipped for r in records] == [True] * 3 + [False] * 5
+    assert [r.skipped for r in records] == [True] * 2 + [False] * 6
     assert [r.healed for r in records] == [(), (), ("sick",)] + [()] * 5
-    assert [r.scale for r in records[:4]] == [256.0, 128.0, 64.0, 256.0]
-    named, _ = train(Net(Steep), 8, 3, fp32_modules=["sick"])
+    assert [r.scale for r in records[:4]] == [256.0, 128.0, 256.0, 256.0]
+    named, _ = train(Net(Steep), 8, 2, fp32_modules=["sick"])
     assert_same(healed["weights"], named["weights"])
 
 
@@ -165,7 +165,7 @@ def test_the_smallest_module_that_helps(sick: Any) -> None:
         net.sick.append(nn.LayerNorm(8))
     _, records = train(net, heal=True)
     assert records[0].healed == (("sick",) if sick is Apart else ("sick.0",))
-    assert sum(r.skipped for r in records) == 1
+    assert not any(r.skipped for r in records)
 
 
 def half_of_it() -> Net:
@@ -207,7 +207,7 @@ def test_where_a_window_cannot_be_run_again_nothing_is_healed() -> None:
 def test_running_statistics_that_were_loaded_before_the_first_window_are_not_lost(
     accumulate: int,
 ) -> None:
-    """The window's own are inf: they are as before it."""
+    """The window's own are inf, and as the loss is the script's it is lost: they are as before."""
     net = Net()
     net.before.append(nn.BatchNorm1d(8))
     net.after = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
@@ -219,7 +219,7 @@ def test_running_statistics_that_were_loaded_before_the_first_window_are_not_los
         net.load_state_dict(loaded)
         for x in rows(accumulate):
             with accelerator.accumulate(model):
-                accelerator.backward(model(x)["loss"])
+                accelerator.backward((model(x)["out"] - 1).square().mean() / 8)
                 optimizer.step()
                 optimizer.zero_grad()
         assert accelerator.scaler_history.healed == ("sick",)
@@ -248,7 +248,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_keeps_them(tmp_path: Path) -> None
     whole, _ = go(Net(), False, 9, heal=True)
     torch.manual_seed(1)
     _, skips = go(Net(), False, 5, heal=True)
-    assert skips == 1
+    assert skips == 0
     other = Net()
     rest, skips = go(other, True, 4)
     assert skips == 0
@@ -271,7 +271,7 @@ def test_a_compiled_model(regional: bool) -> None:
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     healed, records = train(plain(), heal=True, dynamo_plugin=plugin)
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
-    named, _ = train(plain(), 8, 1, fp32_modules=["sick"], dynamo_plugin=plugin)
+    named, _ = train(plain(), 8, 0, fp32_modules=["sick"], dynamo_plugin=plugin)
     assert_same(healed["weights"], named["weights"])
 
 

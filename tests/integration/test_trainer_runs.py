@@ -19,6 +19,7 @@ from trainer_support import (
     OVERFLOWS,
     SKIPPED,
     Recorder,
+    arguments,
     as_stock,
     gpt2,
     logs,
@@ -27,7 +28,7 @@ from trainer_support import (
     sft_trainer,
     train,
 )
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from versions import release
 
 from accel_scaler import GradScaler, ScalerConfig, attach, detach
@@ -50,6 +51,40 @@ def assert_same(ours: tuple[Any, Recorder], theirs: tuple[Any, Recorder]) -> Non
     assert ours[1].skipped == theirs[1].skipped
     assert ours[1].scales == theirs[1].scales
     assert torch.equal(weights(ours[0].model), weights(theirs[0].model))
+
+
+@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}, {"step_mode": "delayed"}])
+@pytest.mark.parametrize("kind", ["", "a loss of its own", "sft"])
+def test_a_run_that_makes_windows_again_equals_one_in_which_nothing_overflows(
+    kind: str, mode: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its own ``compute_loss`` runs again: no skip, no inf in a log, the same schedule."""
+
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits[:, :-1].float()
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    def run(name: str, overflows: Iterable[int], **settings: Any) -> tuple[Any, Any]:
+        model = gpt2(overflows)
+        if kind == "sft":
+            pytest.importorskip("trl")
+            trainer = sft_trainer(model, **arguments(tmp_path / name).to_dict())
+        else:
+            trainer = make(tmp_path / name, cls=Own if kind else Trainer, model=model)[0]
+        exact = {"fp32_modules": ["transformer", "lm_head"]}  # float16 has subnormal numbers
+        train(attach(trainer, init_scale=1024.0, **exact, **mode, **settings))
+        records = list(trainer.accelerator.scaler_history.records)
+        detach(trainer)
+        return trainer, records
+
+    ours, records = run("ours", OVERFLOWS, on_overflow="retry")
+    theirs, _ = run("theirs", ())
+    assert not any(r.skipped for r in records)
+    assert [r.scale for r in records[1:3]] == [1024.0, 512.0]
+    assert logs(ours) == logs(theirs)
+    assert torch.equal(weights(ours.model), weights(theirs.model))
 
 
 def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:

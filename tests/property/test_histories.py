@@ -40,7 +40,8 @@ TRAINING = (
     *("backward in a thread", "to sync", "to overlap", "to delayed", "to auto"),
     *("loaded by Accelerate", "saved inside a window", "attached", "raw"),
     *("precision fp16", "precision bf16", "precision no", "bfloat16 in place"),
-    *("spike", "stepped on NaN", "auto, beside: True", "auto, beside: False"),
+    *("spike", "stepped on NaN", "run again", "not run again"),
+    *("auto, beside: True", "auto, beside: False"),
 )
 SCALER = (
     *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),

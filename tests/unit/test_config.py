@@ -68,6 +68,8 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         ("auto", "replay", "always", "off"),
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
     ),
+    "on_overflow": (("skip", "retry"), (True, False, 1, "", "RETRY", None)),
+    "growth_headroom": ((True, False), NO_SWITCH),
     "heal": ((True, False), NO_SWITCH),
     "log_values": ((True, False), NO_SWITCH),
     "fp32_modules": (

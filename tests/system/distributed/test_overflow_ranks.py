@@ -73,7 +73,7 @@ def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> Non
             optimizer.step()
             optimizer.zero_grad()
         records = accelerator.scaler_history.records
-        assert [r.skipped for r in records] == [True, False, False, False]
+        assert not any(r.skipped for r in records)
         assert [r.healed for r in records] == [("sick",), (), (), ()]
         first: Any = records[0].first
         assert first["module"] == "sick"
@@ -131,7 +131,7 @@ def test_ranks_that_step_alone_do_not_wait_for_each_other(tmp_path: Path) -> Non
 @pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}])
 def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
     """Its parameters are sharded on a CPU mesh: with ``heal``, and beside the run with the line in
-    its settings, the first window thrown away."""
+    its settings."""
 
     def train(heals: bool) -> tuple[list[Tensor], Any, Any]:
         more: dict[str, Any] = {"heal": True} if heals else {"fp32_modules": ["sick"]}
@@ -149,10 +149,7 @@ def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
             accelerator.backward(model(batch(number, quiet=False)))
             if not is_last:
                 continue
-            if heals or number >= accumulation:
-                optimizer.step()
-            else:
-                accelerator.scaler.abandon_window()
+            optimizer.step()
             optimizer.zero_grad()
         optimizer.synchronize()
         seen: Any = [p.to_local().detach().clone() for p in plain.parameters()]
@@ -162,7 +159,7 @@ def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
 
     def body() -> None:
         healed, records, plain = train(heals=True)
-        assert [r.skipped for r in records] == [True, False, False, False]
+        assert not any(r.skipped for r in records)
         assert [r.healed for r in records] == [("sick",), (), (), ()]
         assert not any("forward" in vars(m) for m in plain.modules() if m is not plain)
         named, _, _ = train(heals=False)

@@ -78,7 +78,8 @@ EVERY = ScalerConfig(
     master_weights="fp32",
     fold_unscale=True, telemetry="a b.jsonl", underflow_interval=7, log_values=False,
     find_overflow="replay",
-    sharded=True, heal=True, fp32_modules=("*.wo", "h.[01].mlp"),
+    sharded=True, heal=True, on_overflow="retry", growth_headroom=False,
+    fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
 

@@ -1,0 +1,275 @@
+"""``on_overflow="retry"``: a run equals, bit for bit, the one whose scale was low enough."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from async_support import assert_same
+from telemetry_runs import attached, sgd
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiplicativeLR
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "folded": {"fold_unscale": True},
+    "overlap": {"step_mode": "overlap"},
+    "delayed": {"step_mode": "delayed"},
+    "warmed up": {"step_mode": "delayed", "delay_warmup_steps": 2, "delay_compensation": "none"},
+    "sync, state on the host": {"offload": "cpu"},
+    "overlap, state on the host": {"step_mode": "overlap", "offload": "cpu"},
+    "delayed, state on the host": {"step_mode": "delayed", "offload": "cpu"},
+}
+
+
+class Block(nn.Module):
+    """Dropout, running statistics, and a buffer that the forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.25)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.drop(self.inner(x)).float()) - 0.1 * self.mean
+        self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
+        return x
+
+
+class Net(nn.Module):
+    """Its loss is the model's own, or is made of its output."""
+
+    def __init__(self, half: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second, self.last = Block(), Block(), nn.Linear(8, 1)
+        if half:
+            self.half()
+            self.first.norm.float()
+            self.second.norm.float()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = self.first(x.to(self.last.weight.dtype)).to(self.last.weight.dtype)
+        x = checkpoint(self.second, x, use_reentrant=False).to(self.last.weight.dtype)
+        out = self.last(x).float()
+        return out if y is None else {"loss": (out - y).square().mean() * 8, "out": out}
+
+
+def rows(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 1, generator=generator)
+
+
+def by_model(accelerator: Any, model: Any, number: int) -> list[float]:
+    x, y = rows(number)
+    loss = model(x, y)["loss"]
+    accelerator.backward(loss)
+    return [loss.item()]
+
+
+def by_script(accelerator: Any, model: Any, number: int) -> list[float]:
+    (x, y), (z, _) = rows(number), rows(number + 100)
+    first, second = model(x), model(z)
+    loss = ((first - y) * 4).square().mean() + (first * second).mean()
+    accelerator.backward(loss)
+    return [loss.item()]
+
+
+def twice(accelerator: Any, model: Any, number: int) -> list[float]:
+    """Two losses a window."""
+    return by_model(accelerator, model, number) + by_script(accelerator, model, number + 50)
+
+
+Backwards = Callable[[Any, Any, int], list[float]]
+
+
+def train(
+    scale: float,
+    backwards: Backwards = by_model,
+    windows: int = 6,
+    accumulation: int = 1,
+    half: bool = False,
+    clip: float | None = 0.5,
+    to_none: bool = True,
+    make: Any = None,
+    **settings: Any,
+) -> tuple[Any, list[Any]]:
+    """All there is afterwards, and the records."""
+    torch.manual_seed(5)
+    net = Net(half) if make is None else make()
+    given: dict[str, Any] = {"init_scale": scale, "growth_interval": 1000} | settings
+    with attached(None, accumulation=accumulation, **given) as accelerator:
+        model, optimizer = accelerator.prepare(net, sgd(net.parameters(), momentum=0.9))
+        schedule = accelerator.prepare(MultiplicativeLR(optimizer, lambda _: 0.9))
+        losses, norms = [], []
+        for number in range(windows * accumulation):
+            with accelerator.accumulate(model):
+                losses += backwards(accelerator, model, number)
+                if accelerator.sync_gradients and clip is not None:
+                    norms.append(float(accelerator.clip_grad_norm_(net.parameters(), clip)))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad(set_to_none=to_none)
+                assert not optimizer.step_was_skipped
+        optimizer.synchronize()
+        records = list(accelerator.scaler_history.records)
+        return {
+            "weights": copy.deepcopy(net.state_dict()),
+            "state": copy.deepcopy(optimizer.state_dict()["state"]),
+            "losses": losses,
+            "norms": norms,
+            "lr": schedule.get_last_lr(),
+            "random": torch.get_rng_state(),
+        }, records
+
+
+def assert_no_window_is_lost(scales: Sequence[float] = (2.0**16, 2.0**24), **given: Any) -> None:
+    """Beside the run with the lowest scale that it has come to, so that no number is subnormal."""
+    for scale in scales:
+        high, records = train(scale, on_overflow="retry", **given)
+        assert not any(r.skipped or r.overflowed for r in records)
+        assert records[-1].scale < scale
+        low, records = train(records[-1].scale, **given)
+        assert not any(r.skipped for r in records)
+        assert_same(high, low)
+
+
+@pytest.mark.parametrize("backwards", [by_model, by_script, twice])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_equals_the_one_whose_scale_was_low_enough(
+    mode: str, accumulation: int, backwards: Backwards
+) -> None:
+    assert_no_window_is_lost(backwards=backwards, accumulation=accumulation, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "folded"])
+def test_float16_weights(mode: str) -> None:
+    assert_no_window_is_lost(half=True, accumulation=2, **MODES[mode])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_without_a_clip_and_with_gradients_that_are_zeroed(
+    clip: float | None, to_none: bool
+) -> None:
+    assert_no_window_is_lost(backwards=twice, windows=2, clip=clip, to_none=to_none)
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 8))
+
+    def forward(self, z: Tensor) -> Tensor:
+        out: Tensor = self.layers(z)
+        return out
+
+
+class Critic(Generator):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(8, 1))
+
+
+def play_gan(scale: float, zeroed: str, extra: float, **settings: Any) -> tuple[Any, list[Any]]:
+    """``extra``: the share of a loss that the script makes of the generator's output."""
+    torch.manual_seed(3)
+    nets = Generator(), Critic()
+    given: dict[str, Any] = {"init_scale": scale, "growth_interval": 1000} | settings
+    with attached(None, **given) as accelerator:
+        optimizers = [sgd(net.parameters(), lr=1e-3) for net in nets]
+        (g, d), (opt_g, opt_d) = accelerator.prepare(*nets), accelerator.prepare(*optimizers)
+        losses: list[float] = []
+        for number in range(5):
+            real, z = rows(number)[0], rows(number + 50)[0]
+            fake = g(z)
+            opt_d.zero_grad()
+            loss = 30 * ((d(real) - 1).square() + d(fake.detach()).square()).mean()
+            accelerator.backward(loss)
+            opt_d.step()
+            if zeroed == "twice":
+                opt_d.zero_grad()
+            opt_g.zero_grad()
+            loss_g = 3000 * (d(fake) - 1).square().mean()
+            if extra:
+                loss_g = loss_g + extra * (fake - real).abs().mean()
+            accelerator.backward(loss_g)
+            accelerator.clip_grad_norm_(nets[0].parameters(), 1.0)
+            opt_g.step()
+            losses += [loss.item(), loss_g.item()]
+        for optimizer in (opt_g, opt_d):
+            optimizer.synchronize()
+        end = {
+            "weights": [copy.deepcopy(net.state_dict()) for net in nets],
+            "state": [copy.deepcopy(each.state_dict()["state"]) for each in (opt_g, opt_d)],
+            "losses": losses,
+        }
+        return end, list(accelerator.scaler_history.records)
+
+
+@pytest.mark.parametrize("zeroed", ["once", "twice"])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed, state on the host"])
+def test_a_gan(mode: str, zeroed: str) -> None:
+    """Also where the overflow is in the critic's backward, on its way to the generator."""
+    high, records = play_gan(2.0**16, zeroed, 0.0, on_overflow="retry", **MODES[mode])
+    low, plain = play_gan(records[-1].scale, zeroed, 0.0, **MODES[mode])
+    assert not any(r.skipped for r in (*records, *plain))
+    assert sum(r.scale < 2.0**16 for r in records) >= 2
+    assert_same(high, low)
+
+
+def test_what_came_to_an_output_from_two_sides_is_not_taken_for_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The script's own part of it is not known where the critic's has overflowed."""
+    _, records = play_gan(2.0**16, "once", 1.0, on_overflow="retry")
+    assert any(r.skipped for r in records)
+    assert caplog.text.count("the gradient of an output was not finite") == 1
+
+
+class Sized(nn.Module):
+    """``loss = sum(w * size)``: the gradient of ``w`` is ``size``, through a float16 activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, size: float) -> Tensor:
+        return (self.w.half() * size).sum().float()
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales", "retries"),
+    [
+        # 6 * 2**13 is below 65504, 6 * 2**14 is not.
+        ({}, [13] * 8, [3, 0, 0, 0, 0, 0, 0, 0]),
+        ({"growth_headroom": False}, [13] * 8, [3, 0, 1, 0, 1, 0, 1, 0]),
+        ({"on_overflow": "skip"}, [16, 15, 14, 13, 13, 14, 13, 13], [0] * 8),
+    ],
+)
+def test_the_scale_grows_where_there_is_room(
+    settings: dict[str, Any], scales: list[int], retries: list[int]
+) -> None:
+    """With ``skip`` as torch's: there is a skip, at 14, every other interval."""
+    given = {"on_overflow": "retry", "growth_interval": 2, "init_scale": 2.0**16} | settings
+    with attached(None, **given) as accelerator:
+        model, optimizer = accelerator.prepare(Sized(), None)[0], None
+        optimizer = accelerator.prepare(sgd(model.parameters(), lr=2.0**-8, momentum=0.0))
+        for _ in range(8):
+            accelerator.backward(model(6.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        records = list(accelerator.scaler_history.records)
+        verdict = accelerator.scaler_history.summary().splitlines()[0]
+    assert [r.scale for r in records] == [2.0**n for n in scales]
+    assert [r.retries for r in records] == retries
+    assert records[0].first_scale == (2.0**16 if retries[0] else None)
+    again = sum(map(bool, retries))
+    assert (f"{again} window" in verdict and "batches lost: 0" in verdict) == bool(again)

@@ -57,15 +57,15 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_252,
-    "optimizer_step": 1_364,
+    "optimizer_step": 2_008,
     "async_optimizer": 5_706,
-    "integrations": 1_337,
+    "integrations": 1_365,
     "overflow": 2_086,
-    "telemetry": 1_383,
-    "report": 1_026,
+    "telemetry": 1_390,
+    "report": 1_065,
     "launch": 458,
     "selftest": 676,
-    "": 971,
+    "": 998,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -24,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
-.PHONY: soak bench bench-guard bench-host bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
+.PHONY: soak bench bench-guard bench-host bench-cpu bench-overlap bench-auto bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
 # want the cores a thread that spins keeps the one it waits for from running.
@@ -136,6 +136,9 @@ bench-cpu: $(STAMP)
 
 bench-overlap: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-auto: $(STAMP)
+	$(BIN)/python benchmarks/auto.py $(ARGS)
 
 bench-telemetry: $(STAMP)
 	$(BIN)/python benchmarks/telemetry.py $(ARGS)

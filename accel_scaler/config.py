@@ -111,7 +111,7 @@ def choice(default: str, literal: Any) -> Any:
     return setting(default, Kind(allowed, lambda value: value in texts))
 
 
-StepMode = Literal["sync", "overlap", "delayed"]
+StepMode = Literal["sync", "overlap", "delayed", "auto"]
 Compensation = Literal["auto", "preview", "none"]
 Offload = Literal["none", "cpu"]
 Masters = Literal["auto", "fp32", "none"]
@@ -143,7 +143,8 @@ class ScalerConfig:
             agree on each verdict by one all-reduce a window.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
             optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
-            thread, published one step late (see delay_compensation).
+            thread, published one step late (see delay_compensation). auto: sync or overlap, whose
+            numbers are the same: some windows in each are timed, then the faster one is used.
         delay_warmup_steps: delayed: the first N steps run as overlap; a resumed run counts on.
         delay_compensation: delayed: what the forward sees of an update before it is published.
             preview: the update as it would be without its gradient, plus the gradient's own share.

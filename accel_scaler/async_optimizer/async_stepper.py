@@ -2,7 +2,7 @@
 
 ``sync``: on the training thread (or awaited, with state in host memory). ``overlap``: part by part
 in the model's order, each parameter awaited where it is used. ``delayed``: masters are updated, and
-published one step late (:mod:`.delayed`).
+published one step late (:mod:`.delayed`). ``auto``: each step as in ``sync`` or as in ``overlap``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,22 @@ from torch.optim import optimizer as optimizer_module
 from ..config import ScalerConfig
 from ..devices import is_capturing, refuse_capture
 from ..errors import OrderError, StepError, UnsupportedError, listed
-from ..optimizer_step import Stepper, StepTiming, async_stepper_of, register, rule_of, unregister
+from ..optimizer_step import (
+    InlineStepper,
+    ModeChoice,
+    Stepper,
+    StepTiming,
+    async_stepper_of,
+    register,
+    rule_of,
+    unregister,
+)
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
     ParameterNames,
     local,
+    of_rank_0,
     parameters_of,
     reduce_partial_gradients,
 )
@@ -67,6 +77,9 @@ from .supported_optimizers import refuse_overlap
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
+
+clock = time.perf_counter
+"""What ``auto`` measures by."""
 
 _version_of = attrgetter("_version")
 
@@ -120,15 +133,20 @@ class AsyncStepper(Stepper):
         self.optimizer, self.mode, self.worker = optimizer, mode, worker
         self.parameter_names = parameter_names or ParameterNames()
         refuse_overlap(optimizer, masters, self.parameter_names)
-        self.is_beside = mode != "sync"
-        """An update runs beside what comes after ``step()``."""
+        self.choice = ModeChoice() if mode == "auto" else None
+        self.is_beside = mode not in ("sync", "auto")
+        """The update of the present window runs beside what comes after ``step()``."""
+        self.reads_beside = mode != "sync"
+        self.is_ddp = False
+        """Its model is: ranks step together."""
+        self._inline = InlineStepper(optimizer)
         self.streams = SideStreams(device)
         self.replica = Replica(
             optimizer,
             self.streams,
             offload=offload,
             masters=masters,
-            inline=not self.is_beside and not offload,
+            inline=mode == "sync" and not offload,
             stages=mode == "delayed",
         )
         has_kernel = rule_of(optimizer) is not None
@@ -201,7 +219,9 @@ class AsyncStepper(Stepper):
             self.refresh()
         return self.replica.has_rounded or self.replica.rounds_now()
 
-    defers_unscale = True
+    @property
+    def defers_unscale(self) -> bool:
+        return self.choice is None or self.is_beside
 
     @property
     def unscales(self) -> bool:
@@ -209,16 +229,14 @@ class AsyncStepper(Stepper):
 
     def wait_for_gradients(self) -> None:
         """Wait until no step reads ``.grad``. Any thread."""
-        if self.is_beside:
+        if self.reads_beside:
             wait_for_gradients(self.replica.params)
 
     # Following what was changed from outside.
 
     def refresh(self) -> None:
         """Follow changes from outside: groups, parameters, their values."""
-        if self._lost is not None:
-            raise StepError(self._lost)
-        wait_for_parameters(parameters_of(self.optimizer))  # of another optimizer's step
+        self._wait_for_those_of_others()
         is_current = self.replica.is_current()
         if not is_current:  # others may step what has come
             find_shared()
@@ -231,6 +249,11 @@ class AsyncStepper(Stepper):
             self._follow_edits()
             if not is_current:
                 self._follow_parameters()
+
+    def _wait_for_those_of_others(self) -> None:
+        if self._lost is not None:
+            raise StepError(self._lost)
+        wait_for_parameters(parameters_of(self.optimizer))
 
     def _follow_parameters(self) -> None:
         replica = self.replica
@@ -328,6 +351,16 @@ class AsyncStepper(Stepper):
         self._refuse_capture("optimizer.step()")
         self.claim()
         self.was_skipped = False
+        with self._choosing():
+            self._step(deferred or DeferredUnscale())
+
+    def _step(self, deferred: DeferredUnscale) -> None:
+        if self.is_as_stock:
+            self._finish_for_boundary(follows=False)
+            self._inline.step(deferred)
+            self.timing = self._inline.timing
+            self.steps += 1
+            return
         self._run_hooks("pre")
         self._finish_for_boundary()
         if self.replica.is_sharded:
@@ -335,7 +368,7 @@ class AsyncStepper(Stepper):
         grads = [p.grad for p in self.replica.params]
         if any(grad is not None for grad in grads):
             with self.lock:
-                self._hand_over(grads, deferred or DeferredUnscale(), None)
+                self._hand_over(grads, deferred, None)
         elif self.delayed is not None:  # at this boundary the update before is due
             self.synchronize()
         self._run_hooks("post")
@@ -350,25 +383,69 @@ class AsyncStepper(Stepper):
         """
         self._refuse_capture("submit()")
         self.claim()
-        self._finish_for_boundary()
-        find_shared()  # another may have come to need what is taken here
-        fn = prepare()
-        with self.lock:
-            grads = [p.grad for p in self.replica.params]
-            self._hand_over(grads, deferred or DeferredUnscale(), fn)
+        with self._choosing():
+            self._finish_for_boundary()
+            find_shared()  # another may have come to need what is taken here
+            fn = prepare()
+            with self.lock:
+                grads = [p.grad for p in self.replica.params]
+                self._hand_over(grads, deferred or DeferredUnscale(), fn)
 
     def skip(self) -> None:
         """A boundary without an update; ``delayed`` publishes the one before all the same."""
         self.claim()
         self.was_skipped = True
-        if self.delayed is not None:
-            self.synchronize()
+        with self._choosing(stepped=False):
+            if self.delayed is not None:
+                self.synchronize()
+
+    @property
+    def is_as_stock(self) -> bool:
+        """``auto`` has the update made inside ``step()``, of what ``sync`` leaves to torch."""
+        replica = self.replica
+        is_inside = self.choice is not None and not (self.is_beside or replica.offload)
+        return is_inside and not (self.keeps_scaled or replica.is_sharded)
+
+    @contextmanager
+    def _choosing(self, stepped: bool = True) -> Iterator[None]:
+        """Around a boundary: in ``auto`` note it, and choose for the window that follows."""
+        choice, timing = self.choice, self.timing
+        if choice is None:
+            yield
+            return
+        mode, is_decided = self.shown_mode, choice.note(clock(), stepped, self._agree)
+        yield
+        if self.timing is not None and self.timing is not timing:
+            self.timing.step_mode = mode
+        # Not within a window, nor after an error: what is deferred was left to this mode's step.
+        self.is_beside = choice.is_beside
+        self.reads_beside |= self.is_beside
+        if is_decided and choice.medians is not None:
+            sync, overlap = choice.medians
+            logger.info(
+                "step_mode='auto': %s goes on in %r. A window takes %.4g ms in 'sync', %.4g ms in "
+                "'overlap' (%+.1f %%).",
+                type(self.optimizer).__name__,
+                self.shown_mode,
+                sync * 1e3,
+                overlap * 1e3,
+                100 * (overlap / sync - 1) if sync else 0.0,
+            )
+
+    @property
+    def shown_mode(self) -> str:
+        """The mode of the present window, where it is chosen."""
+        return "overlap" if self.is_beside else "sync"
+
+    def _agree(self, answer: int) -> int:
+        is_common = self.is_ddp or self.replica.is_sharded
+        return of_rank_0(answer, self.streams.device) if is_common else answer
 
     def _refuse_capture(self, call: str) -> None:
         if self.streams.copies_beside:
             refuse_capture(call)
 
-    def _finish_for_boundary(self) -> None:
+    def _finish_for_boundary(self, follows: bool = True) -> None:
         if self.stage is Stage.CLOSED:
             raise OrderError(
                 f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
@@ -377,8 +454,12 @@ class AsyncStepper(Stepper):
         self.lift_fence()  # no forward that is seen came between
         self.finish()
         self._finish_others()
-        self.refresh()
+        if follows:
+            self.refresh()
+        else:  # over thousands of tensors that takes a while
+            self._wait_for_those_of_others()
         self.wait_for_gradients()
+        self.reads_beside = self.is_beside
 
     def _finish_others(self) -> None:
         for other in others_of(self):
@@ -411,7 +492,7 @@ class AsyncStepper(Stepper):
             forbid_sparse(replica.ordered, found, self._names)
         replica.prepare(found)
         is_stale, previews = self._choose_delay(found, fn)
-        inline = fn is None and replica.inline
+        inline = fn is None and not (self.is_beside or replica.offload)
         update, held = self._take_gradients(found, deferred, fn, previews)
         step = InflightStep(
             self,
@@ -512,7 +593,7 @@ class AsyncStepper(Stepper):
                 on_device = [None if grad is None else grad.data for grad in there]
             elif self.is_beside and streams.copies_beside and previews is None:
                 keep_sent(there, sent, streams)
-        elif fn is None and self.is_beside and not replica.inline:
+        elif fn is None and self.is_beside:
             grads, held = read_in_place(replica.ordered, grads, deferred)
         if self._guards_backward and self.is_beside and (held or any(sent)):
             guard_backward(replica.ordered)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
@@ -158,9 +159,10 @@ class SyncHooks:
 
     # On models.
 
-    def watch(self, models: Iterable[Module]) -> None:
+    def watch(self, models: Iterable[Module], ddp_models: Container[Module] = ()) -> None:
         """Put hooks on models that hold some of the optimizer's parameters; once each. Raises
-        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be."""
+        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be. DDP
+        wraps ``ddp_models``."""
         stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
@@ -178,6 +180,8 @@ class SyncHooks:
                 self._models[model] = False
                 continue
             self._watch(model, stepper, mine)
+            is_ddp = any(isinstance(root, DistributedDataParallel) for root in _roots(model))
+            stepper.is_ddp |= is_ddp or model in ddp_models
             self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             stepper.order_by(model)
@@ -220,7 +224,7 @@ class SyncHooks:
 
     def _wait_for_others(self, model: Module, stepper: AsyncStepper, mine: set[int]) -> None:
         """Await steps where other tensors of the model lie in its parameters' memory."""
-        if not stepper.is_beside or stepper.wait_at is WaitAt.STEP:
+        if stepper.mode == "sync" or stepper.wait_at is WaitAt.STEP:
             return
         tensors = (*Module.parameters(model), *Module.buffers(model))
         others = [t for t in tensors if id(t) not in mine]

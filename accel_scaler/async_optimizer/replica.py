@@ -205,8 +205,10 @@ class Replica:
 
     def rounds_now(self) -> bool:
         """What ``has_rounded`` will be after :meth:`follow`: a parameter may be unfrozen."""
-        trained = filter(is_stepped, parameters_of(self.optimizer))
-        return not self.masters.rounded.isdisjoint(map(_dtype_of, trained))
+        params, rounded = parameters_of(self.optimizer), self.masters.rounded
+        return not rounded.isdisjoint(map(_dtype_of, params)) and not rounded.isdisjoint(
+            map(_dtype_of, filter(is_stepped, params))  # a Python loop
+        )
 
     def follow(self) -> bool:
         """Take over new groups and moved or resized parameters; True if there were any."""

@@ -113,6 +113,8 @@ class Attachment:
         self.is_preparing = False
         """In a ``prepare`` of the accelerator."""
         self._added_autocast = False
+        self.ddp_models: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Those of ``models`` that DDP wraps; Accelerate's list has them without it."""
 
     @property
     def models(self) -> list[Module]:
@@ -131,6 +133,8 @@ class Attachment:
         if self.scales:
             warn_past_float16(inner, self.fp32_modules.modules)
         self.scaler.parameter_names.add_module(inner)
+        if isinstance(prepared, DistributedDataParallel):
+            self.ddp_models.add(inner)
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
 

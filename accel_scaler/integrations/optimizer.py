@@ -168,7 +168,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         has_stepped = False
         self.follow_parameters()
         if self._hooks is not None:
-            self._hooks.watch(attachment.models)
+            self._hooks.watch(attachment.models, attachment.ddp_models)
         try:
             has_stepped = attachment.boundary.step(self)
         finally:
@@ -191,7 +191,7 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
             device=attachment.device,
             parameter_names=names,
         )
-    elif config.step_mode == "overlap" and not is_splittable(inner):
+    elif config.step_mode in ("overlap", "auto") and not is_splittable(inner):
         logger.warning(
             "%s is stepped inside optimizer.step(), not beside forward and backward: it is not one "
             "of torch's, whose steps treat each parameter alone",
@@ -205,7 +205,7 @@ def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: boo
     if async_stepper_of(inner) is not None:
         return False
     masters = MasterRule.of(config)
-    if masters.every or (config.step_mode == "overlap" and is_splittable(inner)):
+    if masters.every or (config.step_mode in ("overlap", "auto") and is_splittable(inner)):
         return True
     # Called at every backward, so without a Python loop. float16 without a master is refused.
     params: Iterable[torch.Tensor] = parameters_of(inner)

@@ -24,9 +24,11 @@ from .blocks import (
     stretches as stretches,
 )
 from .boundary import Boundary as Boundary, boundary_of as boundary_of
+from .mode_choice import ModeChoice as ModeChoice
 from .observer import Observer as Observer
 from .stepper import (
     ATTRIBUTE as ATTRIBUTE,
+    InlineStepper as InlineStepper,
     Stepper as Stepper,
     StepTiming as StepTiming,
     async_stepper_of as async_stepper_of,

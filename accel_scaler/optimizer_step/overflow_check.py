@@ -174,7 +174,8 @@ class OverflowCheck:
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
-        self._forbid_common(optimizer, stepper)
+        keeps_scaled = stepper.keeps_scaled
+        self._forbid_common(optimizer, keeps_scaled)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
@@ -182,9 +183,9 @@ class OverflowCheck:
         norms: NormCheck | None = None
         if not self.checks:
             norms = NormCheck(None, ())
-        elif stepper.defers_unscale:
+        elif stepper.defers_unscale or keeps_scaled:
             norms = self.one_pass([optimizer], params)
-        if norms is None and stepper.keeps_scaled:
+        if norms is None and keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
                 "or on several devices; load the model in float32, or in bfloat16 with "
@@ -201,11 +202,11 @@ class OverflowCheck:
         if self.scaler.is_enabled():
             record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
 
-    def _forbid_common(self, optimizer: Optimizer, stepper: Stepper) -> None:
+    def _forbid_common(self, optimizer: Optimizer, keeps_scaled: bool) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
         another one: they would be unscaled twice, or not at all."""
         window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
-        common = len(window.unscaled_among(parameters_of(optimizer))) if stepper.keeps_scaled else 0
+        common = len(window.unscaled_among(parameters_of(optimizer))) if keeps_scaled else 0
         for other in self.scaler.managed:
             record = window.known(other)
             if other is not optimizer and record is not None and record.deferred:

@@ -38,6 +38,8 @@ class StepTiming:
     """It ran on the training thread, which waited for all of it."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """``(start, length)`` of each wait."""
+    step_mode: str | None = None
+    """How it ran where that was chosen for it (``"auto"``): ``"sync"`` or ``"overlap"``."""
     preview_error: float | None = None
     """Of a late update, where it was measured: norm of the preview's error / of the update."""
 
@@ -50,14 +52,19 @@ class Stepper(ABC):
     """Of the last update."""
     fold_unscale = False
     """Unscaling and clipping may be left to the kernel."""
-    defers_unscale = False
-    """Gradients may be checked while they are scaled: unscaling goes along with the step."""
+    reads_beside = False
+    """An update that is not finished may read ``.grad``, on another thread."""
     measures_preview = False
     """Measure ``StepTiming.preview_error``."""
 
     @property
     def keeps_scaled(self) -> bool:
         """Some gradients are float16 or bfloat16 and so are never unscaled in place."""
+        return False
+
+    @property
+    def defers_unscale(self) -> bool:
+        """Gradients may be checked while they are scaled: unscaling goes along with the step."""
         return False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 from ..console import counted, number, percent
 from ..telemetry import Finding, diagnose, ending
@@ -13,7 +14,7 @@ MANY_CLIPPED = LITTLE_HIDDEN = 0.5
 
 def find(run: Run) -> list[Finding]:
     """Every finding of a run, bad ones first."""
-    return diagnose(run, ending(run), clipping(run), waiting(run), broken_lines(run))
+    return diagnose(run, *(rule(run) for rule in RULES))
 
 
 def clipping(run: Run) -> Finding | None:
@@ -48,6 +49,20 @@ def waiting(run: Run) -> Finding | None:
     )
 
 
+def chosen_mode(run: Run) -> Finding | None:
+    if not run.modes:
+        return None
+    ran = f"{run.modes['overlap']:,} of {counted(run.modes.total(), 'window')} ran in overlap"
+    if not (run.by_mode.get("sync") and run.by_mode.get("overlap")):
+        return Finding("note", f'step_mode="auto": {ran}, the others in sync.')
+    sync, overlap = (median(run.by_mode[mode]) * 1e3 for mode in ("sync", "overlap"))
+    return Finding(
+        "note",
+        f'step_mode="auto": {ran}. One took {overlap:.3g} ms there, {sync:.3g} ms in sync (medians '
+        "of the first ones).",
+    )
+
+
 def broken_lines(run: Run) -> Finding | None:
     if run.broken_first is None:
         return None
@@ -57,3 +72,6 @@ def broken_lines(run: Run) -> Finding | None:
         f"{run.broken} of {counted(run.lines, 'line')} could not be read and were left out (the "
         f"first is line {line}: {why}).",
     )
+
+
+RULES = (ending, clipping, waiting, chosen_mode, broken_lines)

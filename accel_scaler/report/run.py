@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 from ..console import percent, plain
@@ -10,6 +11,10 @@ from ..telemetry import Diagnosis, Noted, Record, headroom
 from .samples import Bins, Mean, NormColumns
 
 MAX_NOTED = 50
+
+TIMED = 32
+"""Windows of one mode that are compared with as many of the other: later ones may be of another
+kind."""
 
 
 class Run(Diagnosis):
@@ -25,6 +30,10 @@ class Run(Diagnosis):
         self.limited = self.clipped = 0
         """Windows with a threshold for the norm; those above it."""
         self.updates = self.optimizer_us = self.waited_us = 0
+        self.by_mode: dict[str, list[float]] = {}
+        """With ``step_mode="auto"``: seconds of the first windows of each mode."""
+        self.modes: Counter[str] = Counter()
+        self._mode: str | None = None
         self.preview_error = Mean()
         self.noted: dict[str, Mean] = {}
         """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
@@ -52,6 +61,12 @@ class Run(Diagnosis):
             self.updates += 1
             self.optimizer_us += record.optimizer_us
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
+        if record.step_mode is not None:
+            self.modes[record.step_mode] += 1
+            times = self.by_mode.setdefault(record.step_mode, [])
+            if seconds is not None and self._mode == record.step_mode and len(times) < TIMED:
+                times.append(seconds)
+        self._mode = record.step_mode
         self.preview_error.merge(Mean.of(record.preview_error))
 
     def note(self, found: Noted) -> None:

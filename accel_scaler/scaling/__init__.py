@@ -11,6 +11,7 @@ from .collectives import (
     agree_on_overflow as agree_on_overflow,
     gather_objects as gather_objects,
     is_sharded as is_sharded,
+    of_rank_0 as of_rank_0,
     reduce_partial_gradients as reduce_partial_gradients,
     whole as whole,
 )

@@ -44,6 +44,15 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     return bool(flag)
 
 
+def of_rank_0(number: int, device: torch.device) -> int:
+    """The number that rank 0 gives. Communicates on ``device``, and synchronises with it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return number
+    answer = torch.full((), number, dtype=torch.int64, device=device)
+    dist.broadcast(answer, src=0)
+    return int(answer)
+
+
 def add_norms(norm: float, device: torch.device) -> float:
     """The 2-norm of what all ranks hold, from that of this rank's part. Communicates on
     ``device``."""

@@ -176,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
     def _wait_before_backward(self, scaled: Any) -> None:
         """A backward adds to gradients that a step may still be reading: it waits for that step."""
         steppers = [ref() for ref in self._managed.values()]
-        if not any(stepper is not None and stepper.unscales for stepper in steppers):
+        if not any(stepper is not None and stepper.reads_beside for stepper in steppers):
             return
         if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
             self._wait_for_gradients()

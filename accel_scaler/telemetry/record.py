@@ -91,6 +91,9 @@ class Record:
     """The scale at which they had overflowed first; None: they had not, or were not made again."""
     retry_us: int | None = None
     """Microseconds that this took. Host time."""
+    step_mode: str | None = None
+    """``"sync"`` or ``"overlap"``: the way that ``step_mode="auto"`` had for its update (of several
+    optimizers: the last one's). None elsewhere, and where nothing was updated."""
     optimizer_us: int | None = None
     """Microseconds that its update took, wherever it ran. Host time."""
     waited_us: int | None = None

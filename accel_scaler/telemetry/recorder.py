@@ -113,6 +113,8 @@ class Recorder(Observer):
         if self._open is not None and self._open.record.index != index:
             self._close_window()
         before = None if self._open is None else self._open.record
+        mode = None if before is None else before.step_mode
+        mode = mode if timing is None else timing.step_mode
         record = Record(
             index=index,
             scale=before_close.scale,
@@ -134,6 +136,7 @@ class Recorder(Observer):
             loss=losses.total() if self.wants_each_norm and losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
             loss_nonfinite=losses.bad() if self.wants_each_norm and found_inf else 0,
+            step_mode=mode,
             **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
         if self._open is None:

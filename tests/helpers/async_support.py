@@ -156,3 +156,20 @@ def assert_same(ours: Any, reference: Any, where: str = "") -> None:
             assert_same(mine, other, f"{where}[{place}]")
     else:
         assert ours == reference, where
+
+
+class Clock:
+    """For ``step_mode="auto"``: a window whose update runs beside what follows takes ``beside``
+    seconds, others one."""
+
+    stepper: Any = None
+
+    def __init__(self, beside: float) -> None:
+        self.beside, self.now = beside, 0.0
+        self.modes: list[bool] = []
+        """Of each window, whether it ran beside."""
+
+    def __call__(self) -> float:
+        self.now += self.beside if self.modes and self.modes[-1] else 1.0
+        self.modes.append(self.stepper.is_beside)
+        return self.now

@@ -17,7 +17,7 @@ import history_operations
 import history_scaler
 import pytest
 from histories import INF, Call, Found, Kind, quiet, run
-from history_operations import CHOICES, IN_PLACE, play, possible
+from history_operations import CHOICES, IN_PLACE, MODES, play, possible
 from history_reference import LAYERS, Setup
 
 from accel_scaler.scaling.update_rule import Rule
@@ -37,10 +37,11 @@ TRAINING = (
     *(f"zeroed: {how}" for how in ("none", "zeros", "model none", "model zeros", *IN_PLACE)),
     *("shown: preview", "not late: a first update", "records in a file"),
     *("unfrozen", "clipped in parts", "written past autograd", "sat out", "brought to a new scale"),
-    *("backward in a thread", "to sync", "to overlap", "to delayed", "loaded by Accelerate"),
-    *("saved inside a window", "attached", "raw"),
+    *("backward in a thread", "to sync", "to overlap", "to delayed", "to auto"),
+    *("loaded by Accelerate", "saved inside a window", "attached", "raw"),
     *("precision fp16", "precision bf16", "precision no", "bfloat16 in place"),
     *("spike", "stepped on NaN", "run again", "not run again"),
+    *("auto, beside: True", "auto, beside: False"),
 )
 SCALER = (
     *("scale", "unscale_", "step", "update", "set_scale", "exchange", "iteration", "grew", "fell"),
@@ -220,7 +221,7 @@ def test_an_overflow_after_another_optimizers_update_is_not_run_again(
 
 
 @pytest.mark.parametrize("name", SHOWN)
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attached", [False, True], ids=["raw", "attached"])
 def test_asynchronous_histories_that_have_shown_a_fault(
     name: str, mode: str, attached: bool

@@ -33,6 +33,7 @@ EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {
         1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
     ),
     "gpu_fp16": (1, 1, None, None),
+    "gpu_fp16_auto": (1, 1, None, ScalerConfig(step_mode="auto", max_consecutive_skips=50)),
     "gpu_fp16_offload": (
         1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
     ),

@@ -82,6 +82,7 @@ FOR_ONE_PROCESS = {
     "gpu_bf16_guard": ["--cpu"],
     "gpu_bf16_offload": ["--cpu"],
     "gpu_fp16": ["--cpu"],
+    "gpu_fp16_auto": ["--cpu"],
     "gpu_fp16_offload": ["--cpu"],
 }
 

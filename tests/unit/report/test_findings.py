@@ -11,7 +11,7 @@ import telemetry_files as t
 
 from accel_scaler.console import number, percent, written
 from accel_scaler.report.command import in_words
-from accel_scaler.report.findings import clipping, find, waiting
+from accel_scaler.report.findings import chosen_mode, clipping, find, waiting
 from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
@@ -162,6 +162,25 @@ def test_waiting_in_overlap_mode_is_measured(waited: int, level: str, tmp_path: 
     assert finding.level == level
     assert f"{100 - waited / 400:g} % of the optimizer's time" in finding.title
     assert (f"waited {50 * waited / 1e6:.3g} s" in finding.title) == (level == "warn")
+
+
+def test_what_auto_chose_is_told_with_both_times(tmp_path: Path) -> None:
+    modes = ["sync"] * 5 + ["overlap"] * 4 + [None] + ["sync"] * 2 + ["overlap"] * 60
+    times, now = [], 0.0
+    for before, mode in zip([None, *modes], modes, strict=False):
+        # What follows a step of one mode is of that mode; a minute's pause changes no median.
+        now += {None: 9.0, "sync": 0.3, "overlap": 0.2}[before] + 60.0 * (len(times) == 7)
+        times.append({"time": now} | ({} if mode is None else {"step_mode": mode}))
+    lines = [t.start(settings={"step_mode": "auto"})]
+    lines += [t.window(step, **each) for step, each in enumerate(times)]
+    finding = chosen_mode(read(tmp_path, lines))
+    assert finding is not None
+    assert (finding.level, finding.title.count("64 of 71 windows")) == ("note", 1)
+    assert "200 ms there, 300 ms in sync" in finding.title
+    finding = chosen_mode(read(tmp_path, lines[:5]))
+    assert finding is not None
+    assert "0 of 4 windows" in finding.title
+    assert chosen_mode(read(tmp_path, t.story(9, lambda *_: False))) is None
 
 
 def test_how_far_off_previews_were_is_one_number(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Whether an update runs beside what follows it: tried both ways, measured, chosen. No torch.
+
+A time is that from one step to the next, whatever is in it: micro-batches, data, an evaluation.
+Both ways take turns, and medians are compared, so that a rare long pause counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median, quantiles
+
+TURN = 4
+"""Steps one way before the other one's turn; of these the first and the last are not timed."""
+FEW, MANY = 2, 8
+"""Rounds of two turns after which it may be decided, and is."""
+SPAN = 64
+"""Steps after the decision that are compared with those just after it."""
+CHANGED = 1.25
+"""A factor on their median that is a change, if two spans in a row show it."""
+
+
+class ModeChoice:
+    """Told of each step, says how the update of the next one is to run.
+
+    Ranks that step together make the same choice: they call at the same steps, and what one of
+    them answers goes through ``agree``.
+    """
+
+    def __init__(self) -> None:
+        self.is_beside = False
+        """How the next update runs: beside what follows, or inside ``step()``."""
+        self.medians: tuple[float, float] | None = None
+        """Seconds a step inside ``step()`` and beside, when it was last decided; None: not yet."""
+        self._modes: deque[bool | None] = deque(maxlen=3)
+        """How the last steps ran; None: skipped."""
+        self._last = 0.0
+        self._measure(-1)
+
+    def _measure(self, start: int) -> None:
+        self._count, self._is_measuring = start, True
+        self._times: dict[bool, list[float]] = {False: [], True: []}
+        self._usual: float | None = None
+        """The median just after the decision."""
+        self._changes = 0
+
+    def note(self, now: float, stepped: bool, agree: Callable[[int], int] = int) -> bool:
+        """A step begins, or is skipped. Returns whether it was decided here how to go on.
+
+        Args:
+            now: seconds, of any clock that does not go back.
+            agree: returns what rank 0 gives it, on every rank.
+        """
+        self._modes.append(self.is_beside if stepped else None)
+        # Of one kind with those beside it: else something of the other kind is in its time.
+        is_alike = len(self._modes) == 3 and len(set(self._modes)) == 1 and stepped
+        if is_alike and self._count > 0:
+            self._times[self.is_beside].append(now - self._last)
+        self._last = now
+        self._count += 1
+        if self._is_measuring:
+            return self._take_turns(agree)
+        if self._count % SPAN == 0 and agree(self._has_changed()):
+            self._measure(0)
+        return False
+
+    def _take_turns(self, agree: Callable[[int], int]) -> bool:
+        self.is_beside = self._count > 0 and self._count // TURN % 2 == 1
+        rounds, rest = divmod(self._count, 2 * TURN)
+        if rest or rounds < FEW:
+            return False
+        answer = agree(self._answer(is_last=rounds >= MANY))
+        if answer:
+            inside, beside = (median(self._times[way] or [0.0]) for way in (False, True))
+            self.medians = inside, beside
+            self._measure(0)
+            self._is_measuring, self.is_beside = False, answer > 1
+        return bool(answer)
+
+    def _answer(self, is_last: bool) -> int:
+        """0: measure on; 1: inside ``step()``; 2: beside."""
+        inside, beside = self._times[False], self._times[True]
+        if min(len(inside), len(beside)) < FEW * (TURN - 2):  # many were skipped
+            return 0
+        low, high = sorted((inside, beside), key=median)
+        is_clear = quantiles(low, method="inclusive")[2] < quantiles(high, method="inclusive")[0]
+        return (2 if low is beside else 1) if is_clear or is_last else 0
+
+    def _has_changed(self) -> int:
+        times = self._times[self.is_beside]
+        now = median(times) if times else self._usual
+        self._times = {False: [], True: []}
+        if now is None or self._usual is None:
+            self._usual = now
+            return 0
+        is_same = self._usual <= now * CHANGED and now <= self._usual * CHANGED
+        self._changes = 0 if is_same else self._changes + 1
+        return int(self._changes == 2)

@@ -1,0 +1,77 @@
+"""``step_mode="auto"`` on two gloo ranks: what rank 0 measures decides, the numbers stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from async_support import Clock
+from children import everywhere, on_two_ranks
+from support import reset
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from two_ranks import Net, whole
+from versions import before_torch
+
+from accel_scaler import attach, detach
+from accel_scaler.async_optimizer import async_stepper
+from accel_scaler.optimizer_step import stepper_of
+
+WINDOWS = 45
+OLD = "torch 2.6: fully_shard wants the streams of a device"
+
+
+def train(mode: Any, sharded: bool, clock: Clock | None = None) -> list[Tensor]:
+    reset()
+    accelerator: Any = attach(Accelerator(mixed_precision="no"), step_mode=mode)
+    torch.manual_seed(1)
+    plain = Net()
+    if sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for each in (*plain.blocks, plain.head, plain):
+            fully_shard(each, mesh=mesh)
+        accelerator._models.append(plain)
+    model: Any = accelerator.prepare_model(plain, evaluation_mode=sharded)
+    params = [p for p in plain.parameters() if p.requires_grad]
+    optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(params, lr=0.05, momentum=0.9))
+    if clock is not None:
+        clock.stepper = stepper_of(optimizer)
+    for window in range(WINDOWS):
+        generator = torch.Generator().manual_seed(10 * window + dist.get_rank())
+        loss = model(torch.randn(4, 8, generator=generator)).float().square().mean()
+        if (window, dist.get_rank()) == (9, 1):
+            loss = loss * float("inf")
+        accelerator.backward(loss)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (window == 9)
+        optimizer.zero_grad()
+    detach(accelerator)
+    return [whole(p).detach().clone() for p in plain.parameters()]
+
+
+@pytest.mark.parametrize(
+    "sharded",
+    [False, pytest.param(True, marks=before_torch(2, 7, OLD))],
+    ids=["DDP", "FSDP2"],
+)
+@pytest.mark.parametrize("beside", [0.8, 1.25])
+def test_both_ranks_choose_what_rank_0_has_measured(
+    beside: float, sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body() -> None:
+        expected = train("sync", sharded)
+        clock = Clock(beside if dist.get_rank() == 0 else 1.0 / beside)
+        monkeypatch.setattr(async_stepper, "clock", clock)
+        found = train("auto", sharded, clock)
+        assert all(map(torch.equal, found, expected))
+        one, other = everywhere(clock.modes)
+        assert one == other
+        assert (len(one), set(one)) == (WINDOWS, {False, True})
+        assert set(one[-8:]) == {beside < 1.0}
+
+    on_two_ranks(body, tmp_path)

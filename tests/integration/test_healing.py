@@ -119,6 +119,22 @@ def test_a_healed_run_equals_one_with_the_module_in_float32(
     assert_same(healed, named)
 
 
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> None:
+    """First the module is put on float32, then the scale is lowered: by the same window, or with
+    skips."""
+    given: dict[str, Any] = {"on_overflow": "retry"} if retry else {}
+    healed, records = train(Net(), 12, heal=True, init_scale=2.0**24, growth_interval=99, **given)
+    assert [r.healed for r in records] == [("sick",)] + [()] * 11
+    skips = sum(r.skipped for r in records)
+    assert records[0].next_scale == (records[-1].scale if retry else 2.0**23)
+    assert (skips == 0) == retry
+    named, _ = train(
+        Net(), 12, skips, fp32_modules=["sick"], init_scale=records[-1].scale, growth_interval=99
+    )
+    assert_same(healed["weights"], named["weights"])
+
+
 def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() -> None:
     healed, records = train(Net(Steep), heal=True)
     assert [r.skipped for r in records] == [True] * 2 + [False] * 6

@@ -291,6 +291,21 @@ def test_a_compiled_model(regional: bool) -> None:
     assert_same(healed["weights"], named["weights"])
 
 
+def test_a_compiled_model_is_retried() -> None:
+    """Uncompiled, with the same numbers for this backend."""
+
+    def run(scale: float, **settings: Any) -> tuple[Any, Any]:
+        net, plugin = Net(nn.Linear), TorchDynamoPlugin(backend="aot_eager")
+        net.drop = nn.Identity()  # compiled, it draws other numbers
+        return train(net, 4, init_scale=scale, growth_interval=99, dynamo_plugin=plugin, **settings)
+
+    high, records = run(2.0**24, on_overflow="retry")
+    assert records[0].retries > 0
+    assert not any(r.skipped for r in records)
+    low, _ = run(records[-1].scale)
+    assert_same(high["weights"], low["weights"])
+
+
 def test_a_model_that_the_loop_compiled_is_not_said_to_be_past_cure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

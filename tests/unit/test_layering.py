@@ -55,7 +55,7 @@ MAX_LINES = {
     "optimizer_step": 1_410,
     "async_optimizer": 5_690,
     "integrations": 1_342,
-    "overflow": 2_803,
+    "overflow": 2_804,
     "telemetry": 1_350,
     "report": 1_011,
     "launch": 402,

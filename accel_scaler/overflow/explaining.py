@@ -176,7 +176,7 @@ class OverflowExplainer(Observer):
         if window.found_inf and window.retries and before is not None and first is not None:
             # No lower scale has helped.
             state = self.scaler.rule.advance(replace(before, scale=first), True)
-        if window.healed:  # the scale did not fall because it was too large
+        elif window.healed:  # the scale did not fall because it was too large
             state = replace(state, scale=max(self._first_scale, state.scale))
         if state != self.scaler.read_state():
             self.scaler.write_state(state)
@@ -282,19 +282,20 @@ class OverflowExplainer(Observer):
 
     def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         recording, state = self.recording, self.scaler.read_state()
-        if not self.retries or recording is None or window.healed:
+        if not self.retries or recording is None:
             return False
         lower = self.scaler.rule.clamp(state.scale * self.scaler.get_backoff_factor())
         is_lost = not all(bool(local(loss).isfinite().all()) for loss in recording.losses)
-        if any(self._gather(is_lost and not recording.obstacle())):
+        is_lost = is_lost and not window.healed and not recording.obstacle()
+        if any(self._gather(is_lost)):
             return False  # no scale helps
         if max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES:
             return False
-        return self._make(window, bad, lower)
+        return self._make(window, bad, lower, changes_model=bool(window.healed))
 
     def _keep_healed(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         """Keep a window that modules in float32 cure, where only losses came from the model."""
-        if self.healer is None or self._explained is window:
+        if self.healer is None or window.healed or self._explained is window:
             return False
         self._find(window)
         if not window.healed:

@@ -386,7 +386,8 @@ class Player:
         again = self.clips or parts != WHOLE
         if self.low and (self.clips or (again and self.plain.compensation != "none")):
             return False
-        self.settle()
+        if any(q.grad is not None for part in parts for _, q in self.chosen(part)):
+            self.settle()  # else nothing is looked at
         is_exact = self.low and parts not in (WHOLE, *APART)
 
         def clip(masters: list[Tensor]) -> Any:

@@ -397,10 +397,11 @@ class PlainTorch:
         norms = {n: self.norm_of(n) for n in owners}
         self.look_at(owners)
         result = self.clip_any(order, clip, limit, submitted)
-        for n in owners:  # a spike is told by the norm that a clip takes, if it takes all
-            is_whole = {p for p in self.owned[n] if p.grad is not None} <= set(order)
-            norm = float(result) if kind == 2.0 and is_whole else norms[n]
-            self.norms.setdefault(n, norm)
+        # A spike is told by the norm that a clip takes, if it takes all, none of them looked at.
+        all_of_them = {p for n in owners for p in self.owned[n] if p.grad is not None}
+        is_whole = all_of_them <= set(order) and self.norms.keys().isdisjoint(owners)
+        for n in owners:
+            self.norms.setdefault(n, float(result) if kind == 2.0 and is_whole else norms[n])
         return result
 
     def look_at(self, owners: Sequence[int]) -> None:
@@ -521,10 +522,12 @@ class PlainTorch:
     def record(self, number: int, found: bool, is_spike: bool) -> None:
         if not self.joined or number in self.joined:
             self.joined = set()
-            self.windows.append(Window(self.before[0], 0.0, False, []))
+            self.windows.append(Window(self.before[0], 0.0, False, [], self.norm))
         self.joined.add(number)
         window = self.windows[-1]
-        window.next_scale, window.norm = self.scale, self.norm
+        window.next_scale = self.scale
+        # With an optimizer that has stepped before the clip the norm is that of both.
+        window.norm = self.norm if window.norm is not None else None
         window.skipped |= found or is_spike
         window.spike |= is_spike
         window.lr += [group["lr"] for group in self.optimizers[number].param_groups]

@@ -280,6 +280,7 @@ class Settings(TypedDict, total=False):
     fp32_modules: Sequence[str]
     telemetry: os.PathLike[str] | str | None
     underflow_interval: int
+    log_values: bool
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = ScalerConfig.__dataclass_fields__

@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
-from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
+from ..errors import AccelScalerError, ConfigError, UnsupportedError
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, add_flags, own_parser
@@ -60,7 +60,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        refuse_retired(flag.strip("-").replace("-", "_"), flag)
         known = [name for action in parser._actions for name in action.option_strings]
         help_ = "See --help, and `accelerate launch --help`."
         raise ConfigError(

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from accel_scaler.async_optimizer.blocks import Run
 from accelerate.state import AcceleratorState, PartialState
 from children import on_two_ranks
 
 from accel_scaler import UnsupportedError, cli
-from accel_scaler.async_optimizer.blocks import Run
 from accel_scaler.async_optimizer.delayed import DelayedUpdates
 from accel_scaler.async_optimizer.master_params import ParameterPair
 from accel_scaler.async_optimizer.preview import Terms

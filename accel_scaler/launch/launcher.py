@@ -25,6 +25,7 @@ from accelerate.commands.launch import (
     launch_command,
     launch_command_parser,
 )
+from accelerate.utils import clear_environment
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -182,20 +183,14 @@ def _refuse_unsuitable(merged: Any) -> None:
 @contextmanager
 def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
-    before = dict(os.environ)
-    path = before.get("PYTHONPATH")
+    kept = {key: os.environ[key] for key in os.environ if not key.startswith(ENV_PREFIX)}
+    path = kept.get("PYTHONPATH")
     entries = path.split(os.pathsep) if path else []
     entries = [entry for entry in entries if entry != STARTUP]  # launched by a launched script
-    for key in before:
-        if key.startswith(ENV_PREFIX):
-            del os.environ[key]
-    os.environ.update(settings)
-    os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
-    try:
+    path = os.pathsep.join(entries if is_off else [STARTUP, *entries])
+    with clear_environment():
+        os.environ.update(kept | settings | {"PYTHONPATH": path})
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _run(args: argparse.Namespace) -> int:

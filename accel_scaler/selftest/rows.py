@@ -26,14 +26,14 @@ from .training import WINDOWS, Case, Seen, joined, reference, scaled_by, trained
 
 OVERLAP = {"step_mode": "overlap"}
 CASES = {
-    "skip, clip, accumulate": Case(),
-    "overlap is sync": Case(adam=True, settings=OVERLAP),
-    "delayed": Case(settings={"step_mode": "delayed", "delay_compensation": "none"}),
-    "delayed, previewed": Case(settings={"step_mode": "delayed"}),
-    "offload": Case(adam=True, settings={**OVERLAP, "offload": "cpu"}),
-    "float16 weights": Case(weights=torch.float16, settings=OVERLAP),
+    "skip, clip, accumulate": Case({}),
+    "overlap is sync": Case(OVERLAP, adam=True),
+    "delayed": Case({"step_mode": "delayed", "delay_compensation": "none"}),
+    "delayed, previewed": Case({"step_mode": "delayed"}),
+    "offload": Case(OVERLAP | {"offload": "cpu"}, adam=True),
+    "float16 weights": Case(OVERLAP, weights=torch.float16),
     "bfloat16 weights": Case(
-        precision="bf16", weights=torch.bfloat16, settings={**OVERLAP, "master_weights": "fp32"}
+        OVERLAP | {"master_weights": "fp32"}, weights=torch.bfloat16, precision="bf16"
     ),
 }
 """Each is trained attached, and by ``reference`` in plain torch."""

@@ -38,6 +38,7 @@ ONLY_IN = {
         "integrations/stock_scaler",
         "launch/ask",
         "launch/launcher",
+        "selftest/command",
         "selftest/estimate",
         "selftest/rows",
         "selftest/training",

@@ -31,13 +31,7 @@ from ..optimizer_step import (
     raw_step,
     rule_of,
 )
-from ..scaling import (
-    DeferredUnscale,
-    local,
-    match_layout,
-    nothing_found,
-    parameters_of,
-)
+from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
 from .compile_session import beside_no_compile
 from .master_params import (
     MasterRule,
@@ -50,11 +44,7 @@ from .master_params import (
 from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
-from .supported_optimizers import (
-    refuse_replaced,
-    refuse_spread,
-    refuse_unsteppable,
-)
+from .supported_optimizers import refuse_replaced, refuse_spread, refuse_unsteppable
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""

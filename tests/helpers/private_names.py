@@ -116,12 +116,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             "_check_inf_per_device",
             "_unscale_grads_",
         ),
-        "torch.Tensor": (
-            "_version",
-            "_indices",
-            "_values",
-            "_backward_hooks",
-        ),
+        "torch.Tensor": ("_version", "_indices", "_values", "_backward_hooks"),
         "torch.UntypedStorage": ("_cdata",),
         "torch": (
             "_amp_update_scale_",
@@ -161,18 +156,12 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "torch.compiler": ("_is_compiling_flag",),
         "torch._subclasses": ("FakeTensor",),
         "torch.nn.Module": ("_call_impl", "_compiled_call_impl"),
-        "torch.ops.aten": (
-            "_addmm_activation",
-            "_scaled_dot_product_flash_attention_for_cpu",
-        ),
+        "torch.ops.aten": ("_addmm_activation", "_scaled_dot_product_flash_attention_for_cpu"),
         "torch.ops.aten.add_.Tensor": ("_schema",),
         "torch.utils": ("_pytree",),
         "torch.autograd.profiler": ("_is_profiler_enabled",),
         "torch.amp.grad_scaler": ("_refresh_per_optimizer_state",),
-        "torch.optim.optimizer": (
-            "_global_optimizer_pre_hooks",
-            "_global_optimizer_post_hooks",
-        ),
+        "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
         "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
         scheduled: ("_opt_called", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
         scheduled_step: ("_wrapped_by_lr_sched",),
@@ -184,12 +173,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         compiled: ("_torchdynamo_orig_callable",),
     },
     "accelerate": {
-        accelerator: (
-            "_optimizers",
-            "_models",
-            "_schedulers",
-            "_dataloaders",
-        ),
+        accelerator: ("_optimizers", "_models", "_schedulers", "_dataloaders"),
         prepared: ("_original_forward",),
         "accelerate.state.AcceleratorState": ("_reset_state",),
         "accelerate.state.GradientState": ("_reset_state",),

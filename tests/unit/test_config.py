@@ -49,19 +49,13 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
     "step_mode": (("sync", "overlap", "delayed"), ("", "SYNC", "async", None, 1)),
     "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "-1")),
-    "delay_compensation": (
-        ("auto", "preview", "none"),
-        ("", "Auto", None, False, "linear"),
-    ),
+    "delay_compensation": (("auto", "preview", "none"), ("", "Auto", None, False, "linear")),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
     "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "all", "")),
     "fold_unscale": ((True, False), NO_SWITCH),
     "sharded": ((True, False), NO_SWITCH),
-    "telemetry": (
-        (None, "run.jsonl", "out/{rank}.jsonl"),
-        (1, True, b"a"),
-    ),
+    "telemetry": ((None, "run.jsonl", "out/{rank}.jsonl"), (1, True, b"a")),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
     "find_overflow": (
         ("auto", "replay", "always", "off"),

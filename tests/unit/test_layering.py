@@ -11,15 +11,7 @@ import pytest
 from package_imports import FOLDERS, MODULES, PACKAGE, own_imports, tree_of
 
 ORDER = [
-    *(
-        "version",
-        "errors",
-        "console",
-        "devices",
-        "models",
-        "config_file",
-        "config",
-    ),
+    *("version", "errors", "console", "devices", "models", "config_file", "config"),
     *(f"{folder}/" for folder in FOLDERS),
     *("__init__", "cli", "__main__"),
 ]

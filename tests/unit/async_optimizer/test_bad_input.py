@@ -80,11 +80,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ConfigError,
         "delay_warmup_steps: got -1",
     ),
-    "no parameters": (
-        lambda: AsyncOptimizer(sgd([{"params": []}])),
-        ConfigError,
-        "no parameters",
-    ),
+    "no parameters": (lambda: AsyncOptimizer(sgd([{"params": []}])), ConfigError, "no parameters"),
     "LBFGS": (lambda: AsyncOptimizer(torch.optim.LBFGS([one()])), UnsupportedError, "closure"),
     "SAM": (
         lambda: AsyncOptimizer(Sam([one()]), mode="delayed"),

@@ -149,10 +149,7 @@ MODE: dict[str, Any] = {"step_mode": "overlap", "min_scale": 4.0}
     ],
 )  # fmt: skip
 def test_settings_by_name_outrank_the_config_and_that_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-    config: Any,
-    keywords: dict[str, Any],
-    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch, config: Any, keywords: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("ACCEL_SCALER_INIT_SCALE", "512")
     monkeypatch.setenv("ACCEL_SCALER_MIN_SCALE", "16")
@@ -314,11 +311,7 @@ def refuse_sharing(accelerator: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("refused", "mode"),
-    [
-        (refuse_sharing, "delayed"),
-        (refuse_wrapper, "sync"),
-        (refuse_compiled, "sync"),
-    ],
+    [(refuse_sharing, "delayed"), (refuse_wrapper, "sync"), (refuse_compiled, "sync")],
 )
 def test_a_refusal_leaves_everything_as_it_was(refused: Any, mode: Any) -> None:
     """Also what was prepared before the one that is refused."""

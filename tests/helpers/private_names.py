@@ -101,22 +101,22 @@ def replica() -> Any:
 PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
     "torch": {
         scaler: (
-            *"_scale _growth_tracker _init_scale _init_growth_tracker _growth_factor".split(),
-            *"_backoff_factor _growth_interval _enabled _device _per_optimizer_states".split(),
-            *"_lazy_init_scale_growth_tracker _check_scale_growth_tracker".split(),
-            *"_check_inf_per_device _unscale_grads_".split(),
+            *("_scale", "_growth_tracker", "_init_scale", "_init_growth_tracker", "_growth_factor"),
+            *("_backoff_factor", "_growth_interval", "_enabled", "_device"),
+            *("_per_optimizer_states", "_lazy_init_scale_growth_tracker"),
+            *("_check_scale_growth_tracker", "_check_inf_per_device", "_unscale_grads_"),
         ),
         "torch.Tensor": ("_version", "_indices", "_values", "_backward_hooks"),
         "torch.UntypedStorage": ("_cdata",),
         "torch": (
-            *"_amp_update_scale_ _amp_foreach_non_finite_check_and_unscale_ _foreach_norm".split(),
-            *"_foreach_mul_ _foreach_div_ _foreach_copy_ _foreach_addcmul_ _foreach_clamp_max_".split(),
-            *"_foreach_clamp_min_ _fused_adam_ _fused_adamw_ _fused_sgd_ _C _compile _guards".split(),
-            *"_dynamo _functorch _subclasses".split(),
+            *("_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_", "_foreach_norm"),
+            *("_foreach_mul_", "_foreach_div_", "_foreach_copy_", "_foreach_addcmul_"),
+            *("_foreach_clamp_max_", "_foreach_clamp_min_", "_fused_adam_", "_fused_adamw_"),
+            *("_fused_sgd_", "_C", "_compile", "_guards", "_dynamo", "_functorch", "_subclasses"),
         ),
         "torch._C": (
-            *"_storage_Use_Count DisableTorchFunctionSubclass _dynamo _functorch _is_tracing".split(),
-            *"_current_graph_task_id".split(),
+            *("_storage_Use_Count", "DisableTorchFunctionSubclass", "_dynamo", "_functorch"),
+            *("_is_tracing", "_current_graph_task_id"),
         ),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._C._functorch": ("peek_interpreter_stack", "is_legacy_batchedtensor"),

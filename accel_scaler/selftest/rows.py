@@ -76,12 +76,12 @@ def _digest(t: torch.Tensor) -> str:
     return f"{zlib.crc32(t.numpy().tobytes()):08x}"
 
 
-def scaler(row: str) -> Result:
+def beside_torchs_scaler(row: str) -> Result:
     return compare(row, scaled_by(GradScaler), scaled_by(torch.amp.GradScaler))
 
 
-def beside_plain_torch(case: Case, row: str) -> Result:
-    return compare(row, trained(case), reference(case))
+def beside_plain_torch(row: str) -> Result:
+    return compare(row, trained(CASES[row]), reference(CASES[row]))
 
 
 def resume(row: str) -> Result:
@@ -110,8 +110,8 @@ def hidden(size: int, row: str) -> Result:
 
 
 ROWS: dict[str, Callable[[str], Result]] = {
-    "scaler is torch's": scaler,
-    **{name: partial(beside_plain_torch, case) for name, case in CASES.items()},
+    "scaler is torch's": beside_torchs_scaler,
+    **dict.fromkeys(CASES, beside_plain_torch),
     "save and resume": resume,
     "ranks agree": ranks,
 }

@@ -336,9 +336,16 @@ class Replica:
             part.runs = None
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
-        """Bring one parameter's state to where it is stepped: into the arena of its master."""
-        if self.has_masters or self.is_sharded:
-            move_entry(pair, entry)
+        """Bring one parameter's state to where it is stepped: shards; for a master float32, on its
+        device and in its arena."""
+        for key, value in entry.items() if self.has_masters or self.is_sharded else ():
+            if not isinstance(value, Tensor):
+                continue
+            value = local(value)
+            if pair.is_master:
+                exact = key == "step" or not value.is_floating_point()
+                value = value.to(pair.stepped.device, None if exact else torch.float32)
+            entry[key] = value
         group, rule = self.optimizer.param_groups[pair.group], rule_of(self.optimizer)
         if rule is not None:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
@@ -536,15 +543,3 @@ def _tensors_in(values: list[Any]) -> list[Tensor]:
 def is_empty(entry: Any) -> bool:
     """Whether a parameter's state was made for sharing, and never filled."""
     return isinstance(entry, dict) and not entry
-
-
-def move_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
-    """Bring one parameter's state to where it is stepped: shards, the master's device, float32."""
-    for key, value in entry.items():
-        if not isinstance(value, Tensor):
-            continue
-        value = local(value)
-        if pair.is_master:
-            exact = key == "step" or not value.is_floating_point()
-            value = value.to(pair.stepped.device, None if exact else torch.float32)
-        entry[key] = value

@@ -49,16 +49,16 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_252,
-    "optimizer_step": 1_364,
-    "async_optimizer": 5_706,
+    "scaling": 2_190,
+    "optimizer_step": 1_862,
+    "async_optimizer": 4_947,
     "integrations": 1_337,
     "overflow": 2_086,
-    "telemetry": 1_383,
-    "report": 1_026,
+    "telemetry": 1_356,
+    "report": 1_008,
     "launch": 458,
-    "selftest": 676,
-    "": 971,
+    "selftest": 674,
+    "": 959,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

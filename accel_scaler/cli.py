@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError, refuse_retired
+from .errors import AccelScalerError
 from .version import __version__
 
 EXAMPLE = """\
@@ -65,10 +65,6 @@ def _run(argv: list[str]) -> int:
     commands.add_parser("config", help="ask for a few settings of launch, and write them")
     testing = commands.add_parser("test", help="try it on this machine; run this first")
     reporting = commands.add_parser("report", help="make a page of a telemetry file")
-    for argument in argv[:1] + argv[1:] * (argv[:1] == ["report"]):
-        option = argument.partition("=")[0]
-        refuse_retired(f"accel-scaler {option}")
-        refuse_retired(f"accel-scaler report {option}")
     if argv[:1] == ["report"]:
         from . import report
 

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from .config_file import read_config
-from .errors import AccelScalerError, ConfigError, refuse_retired, shown
+from .errors import AccelScalerError, ConfigError, shown
 
 ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -351,7 +351,6 @@ def checked(name: Any, value: Any) -> Any:
     """``value`` as a config holds it: a text is read, a list a tuple, a path a text. Raises
     ``ConfigError`` for a name of no field, or a value that the field does not take."""
     if name not in FIELDS:
-        refuse_retired(str(name))
         fields = f"The fields are {', '.join(FIELDS)}."
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")
     kind = KINDS[name]
@@ -359,7 +358,6 @@ def checked(name: Any, value: Any) -> Any:
         with suppress(ValueError):  # what cannot be converted is refused as it is
             value = kind.convert(value)
     if not kind.check(value):
-        refuse_retired(f"{name}={value!r}")
         raise ConfigError(f"{name}: got {shown(value)}, expected {kind.allowed}.")
     value = tuple(value) if isinstance(value, list) else value
     return os.fspath(value) if isinstance(value, os.PathLike) else value

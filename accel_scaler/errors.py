@@ -39,29 +39,6 @@ def listed(names: Sequence[str], total: int) -> str:
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-RETIRED = {
-    "save_overflow": "find_overflow='replay', which runs the window again at its skip and names "
-    "the module, or heal=True, which keeps that module in float32.",
-    "tracker_interval": "accelerator.log and the Trainer's log, which carry the scaler's values.",
-    "accel-scaler doctor": "accel-scaler launch --dry_run, with the same arguments.",
-    "accel-scaler replay": "find_overflow='replay' in the run itself, at the skip.",
-    "accel-scaler report --live": "TensorBoard or wandb in the run: accelerator.log and the "
-    "Trainer's log carry the scaler's values; or make the report while the run trains.",
-    "accel-scaler report FILE FILE": "a report of each file, or TensorBoard or wandb, which "
-    "compare runs whose accelerator.log or Trainer's log carries the scaler's values.",
-    "accel-scaler report --format": "the page, which needs no server and prints: leave it out.",
-    "attach": "accel-scaler launch --no_attach.",
-    "delay_compensation='extrapolate'": "'auto', a preview where there is one, else none.",
-}
-"""Retired settings, values, commands and options, and what to use instead."""
-
-
-def refuse_retired(name: str, written: str | None = None) -> None:
-    """Raise ``ConfigError`` if ``name`` is one of ``RETIRED``; ``written`` as its user wrote it."""
-    if name in RETIRED:
-        raise ConfigError(f"{written or name} is retired. Instead: {RETIRED[name]}")
-
-
 _repr = reprlib.Repr()
 _repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxtuple = 3, 8, 8, 8
 _repr.maxstring = _repr.maxother = 400

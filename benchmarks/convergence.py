@@ -64,10 +64,7 @@ HELD_OUT = 128  # texts, or blocks of text, that a model is judged by
 STEPS = {"classifier": 39, "lora": 45, "trainer": 180, "scratch": 120,
          "images": 300, "recurrent": 120, "half": 600}  # fmt: skip
 LONG = 1000
-GRID = {
-    "adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0),
-}
+GRID = {"adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1), "sgd": (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)}
 # Of GRID the peak with the least held-out loss of ``sync``, over two seeds.
 RATES: dict[tuple[str, str], float] = {
     ("classifier", "adamw"): 1e-3,

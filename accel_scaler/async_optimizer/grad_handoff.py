@@ -14,11 +14,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..scaling import DeferredUnscale
 from .master_params import ParameterPair, goes_to_master
-from .pending_parameter import (
-    GradientHold,
-    hold_gradients,
-    wait_for_gradients,
-)
+from .pending_parameter import GradientHold, hold_gradients, wait_for_gradients
 from .streams import PartEvents, SideStreams
 
 _count_of: Callable[[int], int] = torch._C._storage_Use_Count

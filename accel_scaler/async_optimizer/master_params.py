@@ -161,9 +161,14 @@ def make_pairs(
     fresh.sort(key=lambda each: (each[1].group, (ranks or {}).get(id(each[1].param), last)))
     for wanted in (False, True):
         _place([pair for has, pair in fresh if has is wanted], wanted, offload)
-    _keep_masters([pair for has, pair in fresh if has], old)
+    made = [pair for has, pair in fresh if has]
+    _keep_masters(made, old)
     if offload and not streams.is_host:
-        _make_landing([pair for has, pair in fresh if has], streams, stages)
+        targets = [pair.target for pair in made]
+        landing = streams.host_like(targets)
+        staging = streams.host_like(targets) if stages else landing
+        for pair, grad, sent in zip(made, landing, staging, strict=True):
+            pair.host_grad, pair.staging = grad, sent
     # A model may go with its optimizer while the device still has an update of it to do.
     new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
     streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))
@@ -202,14 +207,6 @@ def _place(pairs: Sequence[ParameterPair], has_masters: bool, offload: bool) -> 
         arena = Arena([pair.target for pair in mine], device, has_masters)
         for slot, pair in enumerate(mine):
             pair.place(arena, slot)
-
-
-def _make_landing(pairs: Sequence[ParameterPair], streams: SideStreams, stages: bool) -> None:
-    targets = [pair.target for pair in pairs]
-    landing = streams.host_like(targets)
-    staging = streams.host_like(targets) if stages else landing
-    for pair, grad, sent in zip(pairs, landing, staging, strict=True):
-        pair.host_grad, pair.staging = grad, sent
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, filterfalse, pairwise
 from operator import attrgetter
@@ -31,13 +31,7 @@ from ..optimizer_step import (
     raw_step,
     rule_of,
 )
-from ..scaling import (
-    DeferredUnscale,
-    local,
-    match_layout,
-    nothing_found,
-    parameters_of,
-)
+from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
 from .compile_session import beside_no_compile
 from .master_params import (
     MasterRule,
@@ -50,11 +44,7 @@ from .master_params import (
 from .shared_memory import overlapping
 from .spot_check import SpotCheck
 from .streams import SideStreams
-from .supported_optimizers import (
-    refuse_replaced,
-    refuse_spread,
-    refuse_unsteppable,
-)
+from .supported_optimizers import refuse_replaced, refuse_spread, refuse_unsteppable
 
 PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
@@ -166,12 +156,9 @@ class Replica:
         """The optimizer's parameters at the last :meth:`follow`, in its order."""
         self._layout: object = None
         """Where these were."""
-        self._state: Any = None
-        self._entries: list[Any] = []
-        """The optimizer's state as it was last shared, and its entries."""
+        self._shared: Held | None = None
+        """The optimizer's state and all that is in it, when it was last shared."""
         self._has_all_state = False
-        self._values: Held | None = None
-        """Of the entries, when they were last moved to where they are stepped."""
         self._recorded: tuple[Any, list[Any]] = None, []
         """The training stream and these values, when they were last recorded on streams."""
 
@@ -245,7 +232,7 @@ class Replica:
         self._make_copy()
         self._split()
         self._spot_check = SpotCheck(pairs, self._edited)
-        self._state = None
+        self._shared = None
         return True
 
     def order_by(self, params: Iterable[Tensor]) -> None:
@@ -320,50 +307,51 @@ class Replica:
 
     def share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
-        state = self.optimizer.state
-        is_shared = state is self._state and are_same(list(state.values()), self._entries)
+        state, groups, shared = self.optimizer.state, self.optimizer.param_groups, self._shared
+        runs = chain.from_iterable(part.runs or () for part in self.parts)
+        fits = all(run.still_fits(groups[number]) for number, _, run in runs)
+        held = [state, *state.values(), *_values_of(state)]
+        is_shared = fits and shared is not None and shared.is_current(held)
         if not is_shared or not self._has_all_state:
             for p, grad in zip(self.params, grads, strict=False):
                 if grad is not None and p not in state:
                     state[p] = {}
                     is_shared = False
-        if not is_shared:
-            known = [pair for pair in self.pairs if pair.param in state]
-            others = {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
-            self.copy.state = defaultdict(dict, others)
-            self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
-            self._state, self._entries, self._values = state, list(state.values()), None
-            self._has_all_state = len(known) == len(self.pairs)
-        groups, values = self.optimizer.param_groups, self._values
-        runs = chain.from_iterable(part.runs or () for part in self.parts)
-        fits = all(run.still_fits(groups[number]) for number, _, run in runs)
-        if not fits or values is None or not values.is_current(self._state_values()):
-            entries: dict[Arena, dict[int, Any]] = {}
-            for pair in self.pairs:
-                entry = self.copy.state.get(pair.stepped, {})
-                entries.setdefault(pair.arena, {})[pair.slot] = entry
-            for arena, mine in entries.items():
-                arena.let_go(mine)
-            for pair in self.pairs:
-                self._move_entry(pair, entries[pair.arena][pair.slot])
-            held = self._state_values()
-            self._values = Held(held, held)
-            for part in self.parts:
-                part.runs = None
+        if is_shared:
+            return
+        known = [pair for pair in self.pairs if pair.param in state]
+        self._has_all_state = len(known) == len(self.pairs)
+        others = {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
+        self.copy.state = defaultdict(dict, others)
+        self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
+        entries: dict[Arena, dict[int, Any]] = {}
+        for pair in self.pairs:
+            entry = self.copy.state.get(pair.stepped, {})
+            entries.setdefault(pair.arena, {})[pair.slot] = entry
+        for arena, mine in entries.items():
+            arena.let_go(mine)
+        for pair in self.pairs:
+            self._move_entry(pair, entries[pair.arena][pair.slot])
+        held = [state, *state.values(), *_values_of(state)]
+        self._shared = Held(held, held)
+        for part in self.parts:
+            part.runs = None
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
-        """Bring one parameter's state to where it is stepped: into the arena of its master."""
-        if self.has_masters or self.is_sharded:
-            move_entry(pair, entry)
+        """Bring one parameter's state to where it is stepped: shards; for a master float32, on its
+        device and in its arena."""
+        for key, value in entry.items() if self.has_masters or self.is_sharded else ():
+            if not isinstance(value, Tensor):
+                continue
+            value = local(value)
+            if pair.is_master:
+                exact = key == "step" or not value.is_floating_point()
+                value = value.to(pair.stepped.device, None if exact else torch.float32)
+            entry[key] = value
         group, rule = self.optimizer.param_groups[pair.group], rule_of(self.optimizer)
         if rule is not None:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
-
-    def _state_values(self) -> list[Any]:
-        """What the parameters' entries hold."""
-        entries = [e for key, e in self.copy.state.items() if isinstance(key, Tensor)]
-        return list(chain.from_iterable(map(dict.values, entries)))
 
     def keep(self) -> None:
         """On the worker, before a step and once it is enqueued: record the memory of what is
@@ -373,7 +361,7 @@ class Replica:
             return
         for group in self.copy.param_groups:
             streams.keep(_tensors_in([v for key, v in group.items() if key != "params"]))
-        values = self._state_values()
+        values = _values_of(self.copy.state)
         home, recorded = self._recorded
         if home != streams.home or not are_same(values, recorded):
             streams.keep(_tensors_in(values), at_home=True)
@@ -406,7 +394,7 @@ class Replica:
                 master = masters.get(index)
                 loaded = pair.target if master is None else shard_of(master, pair.param)
                 pair.stepped.data.copy_(loaded)
-        self._state, self.has_loaded = None, True
+        self._shared, self.has_loaded = None, True
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has what was published: bring to the masters what was
@@ -544,6 +532,12 @@ def frozen(value: Any) -> Any:
     return tree_map(copy_of, value)
 
 
+def _values_of(state: Mapping[Any, Any]) -> list[Any]:
+    """What parameters' entries hold."""
+    entries = [entry for key, entry in state.items() if isinstance(key, Tensor)]
+    return list(chain.from_iterable(map(dict.values, entries)))
+
+
 def _tensors_in(values: list[Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
@@ -551,15 +545,3 @@ def _tensors_in(values: list[Any]) -> list[Tensor]:
 def is_empty(entry: Any) -> bool:
     """Whether a parameter's state was made for sharing, and never filled."""
     return isinstance(entry, dict) and not entry
-
-
-def move_entry(pair: ParameterPair, entry: dict[str, Any]) -> None:
-    """Bring one parameter's state to where it is stepped: shards, the master's device, float32."""
-    for key, value in entry.items():
-        if not isinstance(value, Tensor):
-            continue
-        value = local(value)
-        if pair.is_master:
-            exact = key == "step" or not value.is_floating_point()
-            value = value.to(pair.stepped.device, None if exact else torch.float32)
-        entry[key] = value

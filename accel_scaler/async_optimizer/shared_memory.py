@@ -10,18 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..optimizer_step import length_of as length_of
+from ..optimizer_step import place_of as place_of
 from ..scaling import local
-
-
-def length_of(t: Tensor) -> int:
-    """Elements from the first to the last one that the strides reach."""
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return last + 1 if t.numel() else 0
-
-
-def place_of(t: Tensor) -> object:
-    """Address, shape, strides and dtype: equal ones are one view of one memory."""
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
 def overlapping(params: Sequence[Tensor]) -> list[list[int]]:

@@ -25,13 +25,14 @@ from accelerate.commands.launch import (
     launch_command,
     launch_command_parser,
 )
+from accelerate.utils import clear_environment
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
-from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
+from ..errors import AccelScalerError, ConfigError, UnsupportedError
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, add_flags, own_parser
@@ -60,7 +61,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        refuse_retired(flag.strip("-").replace("-", "_"), flag)
         known = [name for action in parser._actions for name in action.option_strings]
         help_ = "See --help, and `accelerate launch --help`."
         raise ConfigError(
@@ -183,20 +183,14 @@ def _refuse_unsuitable(merged: Any) -> None:
 @contextmanager
 def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
-    before = dict(os.environ)
-    path = before.get("PYTHONPATH")
+    kept = {key: os.environ[key] for key in os.environ if not key.startswith(ENV_PREFIX)}
+    path = kept.get("PYTHONPATH")
     entries = path.split(os.pathsep) if path else []
     entries = [entry for entry in entries if entry != STARTUP]  # launched by a launched script
-    for key in before:
-        if key.startswith(ENV_PREFIX):
-            del os.environ[key]
-    os.environ.update(settings)
-    os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
-    try:
+    path = os.pathsep.join(entries if is_off else [STARTUP, *entries])
+    with clear_environment():
+        os.environ.update(kept | settings | {"PYTHONPATH": path})
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -13,6 +13,8 @@ from .arena import (
     are_same as are_same,
     flat as flat,
     is_dense as is_dense,
+    length_of as length_of,
+    place_of as place_of,
 )
 from .blocks import (
     Block as Block,

@@ -207,18 +207,25 @@ def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
+def length_of(t: Tensor) -> int:
+    """Elements from the first to the last one that the strides reach."""
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return last + 1 if t.numel() else 0
+
+
 def is_dense(t: Tensor) -> bool:
     """Whether its elements fill its memory, in whatever order."""
-    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return t.numel() == 0 or t.numel() == last + 1
+    return t.numel() == length_of(t)
+
+
+def place_of(t: Tensor) -> object:
+    """Address, shape, strides, dtype and device: equal ones are one view of one memory."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
 def _is_same_memory(value: object, view: Tensor) -> bool:
     """Whether they are the same elements."""
-    if type(value) is not Tensor or (value.dtype, value.device) != (view.dtype, view.device):
-        return False
-    one, other = ((t.shape, t.stride(), t.data_ptr()) for t in (value, view))
-    return one == other
+    return type(value) is Tensor and place_of(value) == place_of(view)
 
 
 def flat(t: Tensor) -> Tensor:

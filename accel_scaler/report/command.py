@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ..console import say
-from ..errors import ConfigError, refuse_retired
+from ..errors import ConfigError
 from ..telemetry import verdict
 from .findings import find
 from .html import html_page
@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show what became of each optimizer step: a summary in words, and charts, as one page. "
         "The file is written by training with telemetry=PATH."
     )
-    parser.add_argument(
-        "files", nargs="+", metavar="run.jsonl", help="the telemetry file; one at a time"
-    )
+    parser.add_argument("file", metavar="run.jsonl", help="the telemetry file")
     to = "where to write the page (default: report.html)"
     parser.add_argument("-o", "--output", metavar="PATH", help=to)
     parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
@@ -34,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the report that ``add_arguments`` describes; 0 when it is there. Raises ``ConfigError``
     for a file that is not telemetry, and an output that cannot be written."""
-    file, *others = args.files
-    if others:
-        refuse_retired("accel-scaler report FILE FILE")
+    file = args.file
     if args.text and args.output:
         raise ConfigError("report: --text prints, -o writes; give one of the two.")
     run = read_run(file)

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from functools import cache
 from html import escape
 from importlib.resources import files
+from string import Template
 from typing import Any
 
 from ..console import plain, written
@@ -47,7 +48,6 @@ differently as well (after Okabe and Ito)."""
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
     found, heat = charts(run), heatmap(run)
-    title = f"Optimizer steps: {run.label}"
     body = [_verdict(run), _about(run), _tiles(run)]
     others = [chart for chart in found if chart.name != "loss"]
     if run.windows:
@@ -62,23 +62,16 @@ def html_page(run: Run) -> str:
         body += ["</div>", NUMBERS]
     rows = {each.name: f"{each.value} {each.more}".rstrip() for each in key_numbers(run)}
     body += ["<h2>In numbers</h2>", _table(run.label, rows)]
-    body += ["<h2>Settings and versions</h2>", _settings(run), NO_SCRIPT]
+    body += ["<h2>Settings and versions</h2>", _settings(run)]
     style, script = _style(), _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
-    policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f'<header class="bar"><div><h1>{escape(title)}</h1>'
-        '<button type="button" id="zoom" hidden>Reset zoom</button>'
-        '<button type="button" id="theme" title="light or dark" hidden>Dark</button>'
-        f"</div></header>\n<main>\n{chr(10).join(body)}\n</main>\n"
-        f'<script type="application/json" id="data">{page_data(run, found, heat)}</script>'
-        f"\n<script>{script}</script>\n</body>\n</html>\n"
+    return Template(_asset("page.html")).substitute(
+        title=escape(f"Optimizer steps: {run.label}"),
+        body="\n".join(body),
+        data=page_data(run, found, heat),
+        style=style,
+        style_hash=_hash(style),
+        script=script,
+        script_hash=_hash(script),
     )
 
 
@@ -86,7 +79,6 @@ NUMBERS = (
     '<details id="numbers"><summary>All numbers of these charts as a table</summary>'
     '<div class="wide"></div></details>'
 )
-NO_SCRIPT = "<noscript><p>The charts are drawn by a script, which is off here.</p></noscript>"
 
 
 def page_data(run: Run, charts: Sequence[Chart], heat: HeatMap | None) -> str:

@@ -301,17 +301,10 @@ def match_layout(parameters: Iterable[Tensor], state: Mapping[Any, Any]) -> None
     for p in parameters:
         if p.grad is not None and p.grad.stride() != p.stride():
             p.grad = torch.empty_like(p).copy_(p.grad)
-        for key in laid_out_otherwise(p, state):
-            state[p][key] = torch.empty_like(p, dtype=state[p][key].dtype).copy_(state[p][key])
-
-
-def laid_out_otherwise(p: Tensor, state: Mapping[Any, Any]) -> list[str]:
-    """Keys of tensors in a parameter's state that have its shape and other strides."""
-    return [
-        key
-        for key, value in (state.get(p) or {}).items()
-        if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride()
-    ]
+        for key, value in (state.get(p) or {}).items():
+            is_alike = isinstance(value, Tensor) and value.shape == p.shape
+            if is_alike and value.stride() != p.stride():
+                state[p][key] = torch.empty_like(p, dtype=value.dtype).copy_(value)
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:

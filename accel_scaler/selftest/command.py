@@ -109,18 +109,18 @@ def _end(found: list[Result], path: str | None) -> None:
 @contextmanager
 def _environment(device: str | None) -> Iterator[None]:
     """Only the device is set for Accelerate, and nobody warns; afterwards all is as before."""
-    before, disabled = dict(os.environ), logging.root.manager.disable
-    for name in before:
-        if name.startswith(OTHERS) and (device or name not in (USE_CPU, DEVICE)):
-            del os.environ[name]
+    from accelerate.utils import clear_environment
+
+    own = () if device else (USE_CPU, DEVICE)
+    kept = {k: v for k, v in os.environ.items() if k in own or not k.startswith(OTHERS)}
     if device:
-        os.environ.update({USE_CPU: "true"} if device == "cpu" else {DEVICE: device})
+        kept |= {USE_CPU: "true"} if device == "cpu" else {DEVICE: device}
+    disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with clear_environment(), warnings.catch_warnings():
+            os.environ.update(kept)
             warnings.simplefilter("ignore")
             yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         logging.disable(disabled)

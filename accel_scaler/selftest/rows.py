@@ -26,14 +26,14 @@ from .training import WINDOWS, Case, Seen, joined, reference, scaled_by, trained
 
 OVERLAP = {"step_mode": "overlap"}
 CASES = {
-    "skip, clip, accumulate": Case(),
-    "overlap is sync": Case(adam=True, settings=OVERLAP),
-    "delayed": Case(settings={"step_mode": "delayed", "delay_compensation": "none"}),
-    "delayed, previewed": Case(settings={"step_mode": "delayed"}),
-    "offload": Case(adam=True, settings={**OVERLAP, "offload": "cpu"}),
-    "float16 weights": Case(weights=torch.float16, settings=OVERLAP),
+    "skip, clip, accumulate": Case({}),
+    "overlap is sync": Case(OVERLAP, adam=True),
+    "delayed": Case({"step_mode": "delayed", "delay_compensation": "none"}),
+    "delayed, previewed": Case({"step_mode": "delayed"}),
+    "offload": Case(OVERLAP | {"offload": "cpu"}, adam=True),
+    "float16 weights": Case(OVERLAP, weights=torch.float16),
     "bfloat16 weights": Case(
-        precision="bf16", weights=torch.bfloat16, settings={**OVERLAP, "master_weights": "fp32"}
+        OVERLAP | {"master_weights": "fp32"}, weights=torch.bfloat16, precision="bf16"
     ),
 }
 """Each is trained attached, and by ``reference`` in plain torch."""
@@ -76,12 +76,12 @@ def _digest(t: torch.Tensor) -> str:
     return f"{zlib.crc32(t.numpy().tobytes()):08x}"
 
 
-def scaler(row: str) -> Result:
+def beside_torchs_scaler(row: str) -> Result:
     return compare(row, scaled_by(GradScaler), scaled_by(torch.amp.GradScaler))
 
 
-def beside_plain_torch(case: Case, row: str) -> Result:
-    return compare(row, trained(case), reference(case))
+def beside_plain_torch(row: str) -> Result:
+    return compare(row, trained(CASES[row]), reference(CASES[row]))
 
 
 def resume(row: str) -> Result:
@@ -110,8 +110,8 @@ def hidden(size: int, row: str) -> Result:
 
 
 ROWS: dict[str, Callable[[str], Result]] = {
-    "scaler is torch's": scaler,
-    **{name: partial(beside_plain_torch, case) for name, case in CASES.items()},
+    "scaler is torch's": beside_torchs_scaler,
+    **dict.fromkeys(CASES, beside_plain_torch),
     "save and resume": resume,
     "ranks agree": ranks,
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,14 +31,13 @@ LIMIT = timedelta(seconds=60)
 """A rank that waits longer for another one fails."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """How a training runs; its ``settings`` are fields of ``ScalerConfig``."""
+class Case(NamedTuple):
+    """How a training runs; the settings are fields of ``ScalerConfig``."""
 
-    precision: str = "fp16"
-    weights: torch.dtype = torch.float32
+    settings: dict[str, Any]
     adam: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
+    weights: torch.dtype = torch.float32
+    precision: str = "fp16"
 
 
 class Window(NamedTuple):

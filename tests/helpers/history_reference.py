@@ -21,10 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
 }
-NEEDED = {
-    "adam": ("exp_avg", "max_exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-}
+NEEDED = {"adam": ("exp_avg", "max_exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names in a parameter's state that a preview is made of; for the other optimizers ``exp_avg``."""
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = (HALF, BRAIN)
@@ -451,11 +448,7 @@ class PlainTorch:
         return next((limit for limit in limits if limit / norm == 2.0**-18), math.inf)
 
     def step(
-        self,
-        number: int,
-        *,
-        fails: set[Tensor] | None = None,
-        submitted: bool = False,
+        self, number: int, *, fails: set[Tensor] | None = None, submitted: bool = False
     ) -> bool:
         """End the window for one optimizer; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):

@@ -43,11 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "overlap": {"step_mode": "overlap"},
     "overlap offload": {"step_mode": "overlap", "offload": "cpu"},
     "delayed": {"step_mode": "delayed", "delay_compensation": "preview"},
-    "delayed offload": {
-        "step_mode": "delayed",
-        "delay_compensation": "preview",
-        "offload": "cpu",
-    },
+    "delayed offload": {"step_mode": "delayed", "delay_compensation": "preview", "offload": "cpu"},
 }
 
 
@@ -256,8 +252,7 @@ def run_plain(path: Path, mode: str, steps: int, overflows: Iterable[int]) -> di
 
 
 @pytest.mark.parametrize(
-    ("mode", "steps"),
-    [("overlap offload", 30), ("delayed", 30), ("sync", 20), ("overlap", 20)],
+    ("mode", "steps"), [("overlap offload", 30), ("delayed", 30), ("sync", 20), ("overlap", 20)]
 )
 def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path, mode: str, steps: int) -> None:
     """What is drawn, losses, rates, weights, masters and momentum, bit for bit."""

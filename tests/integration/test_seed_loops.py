@@ -60,12 +60,7 @@ def agree(loop: Loop, data: list[Batch], **settings: Any) -> Any:
 
 
 def typical(
-    scaler: Any,
-    net: nn.Module,
-    optimizer: Any,
-    data: list[Batch],
-    *,
-    autocast: bool = False,
+    scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch], *, autocast: bool = False
 ) -> list[float]:
     scales = []
     for x, y in data:

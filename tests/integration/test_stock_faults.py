@@ -1,7 +1,8 @@
 """Each fault of the stock stack beside the right number.
 
 ``stock()`` is Accelerate's own fp16 machinery with torch's scaler, switched on on a CPU. F8 to F10
-are torch's and stand in test_grad_scaler.py.
+are torch's and stand in test_grad_scaler.py; F1, F6 and what a user reads of them in
+test_my_run_says.py.
 """
 
 from __future__ import annotations
@@ -15,33 +16,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
+from attached import prepared, train
 from boundary_support import models, ours
 from support import LR, Linear, stock
-from torch import nn
 from torch.optim import SGD
 
 from accel_scaler import OverflowStreakError, ScalerConfig, attach, detach
 
 OVERFLOW = float("inf")
-
-
-@pytest.mark.parametrize(
-    ("build", "skipped", "lr"), [(stock, False, LR / 2), (ours, True, LR)], ids=["stock", "ours"]
-)
-def test_f1_a_skip_inside_the_kernel(build: Any, skipped: bool, lr: float) -> None:
-    """Stock calls a skipped fused step done, and the LR schedule advances."""
-    accelerator = build()
-    model = Linear()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    accelerator.backward(model(OVERFLOW))
-    optimizer.step()
-    schedule.step()
-    assert model.moved == 0
-    assert accelerator.scaler.get_scale() == 2.0**15
-    assert optimizer.step_was_skipped is skipped
-    assert optimizer.param_groups[0]["lr"] == lr
 
 
 @pytest.mark.parametrize(
@@ -119,34 +101,6 @@ def test_f5_clip_before_the_last_micro_batch(build: Any, moved: float) -> None:
     """Stock adds scaled gradients to unscaled ones, and steps on the sum."""
     accelerator = build(gradient_accumulation_steps=2)
     assert accumulate_two(accelerator, lambda last: not last).moved == moved
-
-
-def output_dtype(accelerator: Any) -> tuple[Any, list[torch.dtype]]:
-    """Train a step; the optimizer, and the dtypes that a layer inside the model put out."""
-    seen: list[torch.dtype] = []
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
-    accelerator.backward(model(torch.ones(2, 4)).mean() / 8)
-    optimizer.step()
-    return optimizer, seen
-
-
-def test_f6_fp16_on_a_cpu() -> None:
-    """Stock trains in float32 without a word; ours autocasts to float16 and scales.
-
-    In a Trainer: tests/unit/integrations/test_trainer.py.
-    """
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    assert (accelerator.mixed_precision, accelerator.scaler) == ("fp16", None)
-    optimizer, seen = output_dtype(accelerator)
-    assert seen == [torch.float32]
-    assert optimizer.scaler is None
-    attach(accelerator, ScalerConfig())
-    optimizer, seen = output_dtype(accelerator)
-    assert seen == [torch.float16]
-    assert optimizer.scaler is accelerator.scaler
-    assert accelerator.scaler.get_scale() == 2.0**16
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -227,7 +181,7 @@ def test_f12_one_openmp_thread_does_not_bind_the_optimizer(
 
     monkeypatch.setattr(SGD, "step", counting)
     accelerator = in_mode("overlap", optimizer_threads=threads)
-    output_dtype(accelerator)
+    train(accelerator, *prepared(accelerator), steps=1)
     detach(accelerator)
     assert (seen, torch.get_num_threads()) == ([taken], 1)
 
@@ -252,55 +206,42 @@ class Deferring(torch.amp.GradScaler):
         self.later.clear()
 
 
-def rates_and_skips(accelerator: Any) -> tuple[list[float], list[bool], Linear]:
-    """Three steps of which the second overflows; the schedule halves the rate at each."""
+def rates_and_skips(accelerator: Any) -> tuple[list[float], list[bool], list[float], Linear]:
+    """Four steps of which the second overflows, rates, skips, scales; the schedule halves the rate
+    at each."""
     model = Linear()
     optimizer = SGD(model.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-    rates, skipped = [], []
-    for gradient in (1.0, OVERFLOW, 1.0):
+    rates, skipped, scales = [], [], []
+    for gradient in (1.0, OVERFLOW, 1.0, 1.0):
         accelerator.backward(model(gradient))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         skipped.append(optimizer.step_was_skipped)
         rates.append(optimizer.param_groups[0]["lr"])
-    return rates, skipped, model
+        scales.append(accelerator.scaler.get_scale())
+    return rates, skipped, scales, model
 
 
 def test_f13_a_deferring_scaler_in_the_stock_wrapper() -> None:
     """It sees no step inside ``scaler.step``, calls all of them skipped, and the rate stays."""
     accelerator = stock()
     accelerator.scaler = Deferring()
-    rates, skipped, model = rates_and_skips(accelerator)
-    assert skipped == [True, True, True]
-    assert rates == [LR, LR, LR]
-    assert model.moved == 2.0  # though two steps were made
+    rates, skipped, _, model = rates_and_skips(accelerator)
+    assert skipped == [True] * 4
+    assert rates == [LR] * 4
+    assert model.moved == 3.0  # though three steps were made
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f13_ours(mode: str) -> None:
+def test_f13_and_f14_ours(mode: str) -> None:
+    """A scale that lags one step would make it two skips, and two back-offs."""
     accelerator = in_mode(mode, init_scale=1024.0)
-    rates, skipped, model = rates_and_skips(accelerator)
+    rates, skipped, scales, model = rates_and_skips(accelerator)
     detach(accelerator)
-    assert skipped == [False, True, False]
-    assert rates == [LR / 2, LR / 2, LR / 4]
-    assert model.moved == 1.5
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_f14_one_overflow_costs_one_skip_and_one_backoff(mode: str) -> None:
-    """A scale that lags one step would make it two of each."""
-    accelerator = in_mode(mode)
-    model = Linear()
-    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
-    seen = []
-    for gradient in (OVERFLOW, 1.0, 1.0):
-        accelerator.backward(model(gradient))
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
-    detach(accelerator)
-    assert seen == [(True, 2.0**15), (False, 2.0**15), (False, 2.0**15)]
-    assert model.moved == 2.0
+    assert skipped == [False, True, False, False]
+    assert rates == [LR / 2, LR / 2, LR / 4, LR / 8]
+    assert scales == [1024.0, 512.0, 512.0, 512.0]
+    assert model.moved == 1.0 + 0.5 + 0.25

@@ -218,8 +218,7 @@ def test_a_whole_run_equals_the_synchronous_one(tmp_path: Path, optim: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("sync", "overlap"), ("overlap", "sync"), ("overlap", "overlap offload")],
+    ("before", "after"), [("sync", "overlap"), ("overlap", "sync"), ("overlap", "overlap offload")]
 )
 def test_one_mode_resumes_from_anothers_checkpoint(tmp_path: Path, before: str, after: str) -> None:
     """Half the run in one mode, half in another: the whole run in sync."""

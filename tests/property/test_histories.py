@@ -99,7 +99,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trained in stock after a spike": {**UNSCALED, "limit": 0.5, "stock": True},
     "clipped and given up": UNSCALED,
     "saved with masters, some never stepped, loaded in place": {
-        **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"},
+        **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"}
     },
     "clipped in parts, for masters": UNSCALED,
     "the same gradients stepped twice": {**UNSCALED, "fold": True},
@@ -113,16 +113,16 @@ SHOWN: dict[str, list[Call]] = {
         *(("move", {"how": "apply", "which": 0}), STATES),
     ],
     "closed while a submitted function is due": [
-        *(BACKWARD, ("submit", {"limit": 0.125}), ("reopen", {})),
+        *(BACKWARD, ("submit", {"limit": 0.125}), ("reopen", {}))
     ],
     "evaluated after the very first step": [
-        *(BACKWARD, STEP, ("evaluate", {"training": True, "aside": False})),
+        *(BACKWARD, STEP, ("evaluate", {"training": True, "aside": False}))
     ],
     "back to where nothing had been stepped": [
-        *(("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP, STATES),
+        *(("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP, STATES)
     ],
     "frozen while the order of the forward is learnt": [
-        *(BACKWARD, STEP, ("freeze", {"part": "gain"})),
+        *(BACKWARD, STEP, ("freeze", {"part": "gain"}))
     ],
     "frozen for two windows, between them saved and loaded": [
         *(BACKWARD, STEP, ("freeze", {"part": "inner"}), BACKWARD, STEP, ("save", {})),
@@ -135,7 +135,7 @@ SHOWN: dict[str, list[Call]] = {
     ],
     "one memory of two": [("tie", {"which": 0}), BACKWARD, STEP, BACKWARD, STEP, STATES],
     "written through .data after a step": [
-        *(BACKWARD, STEP, ("edit", {"which": 1, "how": "data zero"}), BACKWARD, STEP, STATES),
+        *(BACKWARD, STEP, ("edit", {"which": 1, "how": "data zero"}), BACKWARD, STEP, STATES)
     ],
     "written through .data where there was no gradient": [
         *(BACKWARD, STEP, SOME, STEP, ("edit", {"which": 0, "how": "data clamp"})),
@@ -152,34 +152,34 @@ SHOWN: dict[str, list[Call]] = {
         ("read", {"which": 0, "aside": False}),
     ],
     "a first update of some parameters, behind one that is late": [
-        *(SOME, STEP, SOME, STEP, BACKWARD, STEP, BACKWARD),
+        *(SOME, STEP, SOME, STEP, BACKWARD, STEP, BACKWARD)
     ],
     "saved with something shown, a model loaded after its optimizer": [
-        *(BACKWARD, STEP, BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP),
+        *(BACKWARD, STEP, BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP)
     ],
     "loaded, written through .data and saved": [
-        *(BACKWARD, STEP, ("save", {}), BACK, ("edit", {"which": 1, "how": "data clamp"}), STATES),
+        *(BACKWARD, STEP, ("save", {}), BACK, ("edit", {"which": 1, "how": "data clamp"}), STATES)
     ],
     "state replaced after the first update": [
-        *(BACKWARD, STEP, ("replace_state", {}), BACKWARD, STEP, BACKWARD),
+        *(BACKWARD, STEP, ("replace_state", {}), BACKWARD, STEP, BACKWARD)
     ],
     "saved with masters, some never stepped, loaded in place": [
-        *(SOME, STEP, ("save", {}), ("reopen", {"mode": "sync"}), BACK, BACKWARD, STEP, STATES),
+        *(SOME, STEP, ("save", {}), ("reopen", {"mode": "sync"}), BACK, BACKWARD, STEP, STATES)
     ],
     "a spike that was clipped": [BACKWARD, ("clip_value", {"limit": 2.0**-5}), STEP, STATES],
     "a spike before an overflow": [BACKWARD, STEP, OVERFLOW, STEP],
     "trained in stock after a spike": [
-        *(BACKWARD, STEP, ("train_in_stock", {"steps": 3, "bad": False})),
+        *(BACKWARD, STEP, ("train_in_stock", {"steps": 3, "bad": False}))
     ],
     "clipped and given up": [
-        *(BACKWARD, CLIP, ("drop", {"to_none": False, "used": LAYERS}), STEP, STATES),
+        *(BACKWARD, CLIP, ("drop", {"to_none": False, "used": LAYERS}), STEP, STATES)
     ],
     "clipped in parts, for masters": [
         *(BACKWARD, ("clip_norm", {"limit": 0.125, "kind": INF, "parts": ("inner", "outer")})),
         *(STEP, STATES),
     ],
     "the same gradients stepped twice": [
-        *(BACKWARD, ("step", STEP[1] | {"zero": "nothing"}), STEP, STATES),
+        *(BACKWARD, ("step", STEP[1] | {"zero": "nothing"}), STEP, STATES)
     ],
     "one optimizer sits out before a backward by hand, clipped": [
         *(BACKWARD, ("step", STEP[1] | {"sits_out": 0})),
@@ -190,10 +190,10 @@ SHOWN: dict[str, list[Call]] = {
         *(("clip_norm", CLIP[1] | {"parts": ("", "outer")}), STEP, STATES),
     ],
     "a function beside a frozen parameter, saved": [
-        *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES),
+        *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES)
     ],
     "a new group, then a window without gradients": [
-        *(BACKWARD, STEP, ("add_group", {}), STEP, BACKWARD, STEP, STATES),
+        *(BACKWARD, STEP, ("add_group", {}), STEP, BACKWARD, STEP, STATES)
     ],
 }
 

@@ -126,11 +126,7 @@ def leak(window: Callable[[int], None], first: int, end: int) -> float:
 
 @pytest.mark.parametrize("variant", ["plain", "overlap+file", "delayed"])
 def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
-    variant: str,
-    load: Any,
-    tmp_path: Path,
-    short_history: None,
-    monkeypatch: pytest.MonkeyPatch,
+    variant: str, load: Any, tmp_path: Path, short_history: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         history_module, "KEPT_DETAILS", 1

@@ -16,10 +16,7 @@ from support import reset
 
 from accel_scaler import ScalerConfig, attach, detach
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 def test_growth_is_what_goes_on_after_the_warm_up() -> None:

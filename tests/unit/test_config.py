@@ -22,11 +22,10 @@ from accel_scaler import (
     ScalerConfig,
     UnsupportedError,
     attach,
-    cli,
 )
 from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS, KINDS, Settings, environment, merge
 from accel_scaler.console import written
-from accel_scaler.errors import RETIRED, shown
+from accel_scaler.errors import shown
 
 NO_NUMBER = (math.nan, math.inf, -math.inf, True, "two", None, 10**400)
 NO_COUNT = (0, -1, 1.0, True, "1.5", 2**53 + 1)
@@ -50,19 +49,13 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
     "step_mode": (("sync", "overlap", "delayed"), ("", "SYNC", "async", None, 1)),
     "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "-1")),
-    "delay_compensation": (
-        ("auto", "preview", "none"),
-        ("", "Auto", None, False, "linear"),
-    ),
+    "delay_compensation": (("auto", "preview", "none"), ("", "Auto", None, False, "linear")),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
     "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "all", "")),
     "fold_unscale": ((True, False), NO_SWITCH),
     "sharded": ((True, False), NO_SWITCH),
-    "telemetry": (
-        (None, "run.jsonl", "out/{rank}.jsonl"),
-        (1, True, b"a"),
-    ),
+    "telemetry": ((None, "run.jsonl", "out/{rank}.jsonl"), (1, True, b"a")),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
     "find_overflow": (
         ("auto", "replay", "always", "off"),
@@ -262,34 +255,6 @@ def test_an_unknown_field_is_refused_with_the_nearest_or_all(
             way()
         start = f"{source}: " if source else ""
         assert str(caught.value).startswith(f"{start}unknown field '{name}'. {hint}")
-
-
-@pytest.mark.parametrize("retired", RETIRED)
-def test_what_is_retired_is_refused_in_one_line_with_its_replacement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], retired: str
-) -> None:
-    name, _, text = retired.partition("=")
-    value = text.strip("'") or "1"
-    path = tmp_path / "c.yaml"
-    path.write_text(f"accel_scaler:\n  {name}: {value}\n")
-    ways: list[Callable[[], object]] = [
-        lambda: ScalerConfig.from_yaml(path),
-        lambda: ScalerConfig.from_env({ENV_PREFIX + name.upper(): value}),
-        lambda: attach(Accelerator(cpu=True), {name: value}),
-    ]
-    lines = []
-    for way in () if " " in retired else ways:
-        with pytest.raises(ConfigError) as caught:
-            way()
-        lines.append(str(caught.value))
-    argv = [f"--{name.replace('_', '-')}=1", "train.py"]
-    if not text and retired != "attach":
-        start = [] if " " in retired else ["launch"]
-        assert cli.main(start + (retired.split()[1:] if " " in retired else argv)) == 2
-        lines.append(capsys.readouterr().err.rstrip())
-    for line in lines:
-        assert line.endswith(f" is retired. Instead: {RETIRED[retired]}")
-        assert "\n" not in line
 
 
 def test_a_later_source_takes_precedence_also_with_a_default() -> None:

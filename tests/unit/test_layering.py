@@ -11,15 +11,7 @@ import pytest
 from package_imports import FOLDERS, MODULES, PACKAGE, own_imports, tree_of
 
 ORDER = [
-    *(
-        "version",
-        "errors",
-        "console",
-        "devices",
-        "models",
-        "config_file",
-        "config",
-    ),
+    *("version", "errors", "console", "devices", "models", "config_file", "config"),
     *(f"{folder}/" for folder in FOLDERS),
     *("__init__", "cli", "__main__"),
 ]
@@ -38,6 +30,7 @@ ONLY_IN = {
         "integrations/stock_scaler",
         "launch/ask",
         "launch/launcher",
+        "selftest/command",
         "selftest/estimate",
         "selftest/rows",
         "selftest/training",
@@ -56,22 +49,22 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_232,
-    "optimizer_step": 2_008,
-    "async_optimizer": 5_068,
+    "scaling": 2_225,
+    "optimizer_step": 2_017,
+    "async_optimizer": 5_034,
     "integrations": 1_365,
     "overflow": 2_804,
     "telemetry": 1_390,
-    "report": 1_065,
-    "launch": 464,
-    "selftest": 676,
-    "": 998,
+    "report": 1_053,
+    "launch": 458,
+    "selftest": 674,
+    "": 969,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_070
+MAX_SUM = 17_989
 """The aim is 16,000."""
 
 

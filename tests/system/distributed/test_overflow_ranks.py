@@ -57,11 +57,7 @@ def prepared(accelerator: Any) -> tuple[Any, Any, Net]:
 
 @pytest.mark.parametrize(
     ("loud", "mode"),
-    [
-        ((0,), {"step_mode": "delayed"}),
-        ((1,), {"step_mode": "overlap"}),
-        ((0, 1), {}),
-    ],
+    [((0,), {"step_mode": "delayed"}), ((1,), {"step_mode": "overlap"}), ((0, 1), {})],
 )
 def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> None:
     def body() -> None:

@@ -52,6 +52,7 @@ def test_the_wheel_holds_the_package_and_its_files_alone(built: Path) -> None:
         "accel_scaler/py.typed",
         "accel_scaler/launch/startup/sitecustomize.py",
         "accel_scaler/report/assets/page.css",
+        "accel_scaler/report/assets/page.html",
         "accel_scaler/report/assets/page.js",
         "accel_scaler/report/assets/uPlot.iife.min.js",
         "accel_scaler/report/assets/uPlot.min.css",

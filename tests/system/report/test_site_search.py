@@ -14,10 +14,7 @@ pytest.importorskip("mkdocs")
 pytest.importorskip("playwright.sync_api")
 from page_picture import BROWSER, MISSING, chromium
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(BROWSER is None, reason=MISSING),
-]
+pytestmark = [pytest.mark.process, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 
 
 def test_a_word_is_found_without_a_server(tmp_path: Path) -> None:

@@ -160,9 +160,7 @@ def test_state_is_views_of_one_memory_and_a_state_dict_is_not(trained: Any) -> N
             assert file.tell() < value.nbytes + 2000
 
 
-def test_state_that_is_replaced_is_taken_over_and_what_is_removed_begins_anew(
-    trained: Any,
-) -> None:
+def test_state_that_is_replaced_is_taken_over_and_what_is_removed_begins_anew(trained: Any) -> None:
     params, inner, step = trained
     p, other = params[3], params[8]
     before = inner.state[p]["exp_avg"]

@@ -224,22 +224,29 @@ def test_a_function_given_to_submit_that_fails_is_told_without_false_claims() ->
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["synchronize", "close", "state_dict", "submit", "a parameter"])
-def test_a_submitted_function_that_would_wait_for_itself_is_told_so(name: str) -> None:
+INSIDE: dict[str, tuple[Any, str]] = {
+    "synchronize": (AsyncOptimizer.synchronize, "called inside submit"),
+    "close": (AsyncOptimizer.close, "called inside submit"),
+    "clip_grad_norm_": (lambda o: o.clip_grad_norm_(1.0), "called inside submit"),
+    "add_param_group": (lambda o: o.add_param_group({}), "called inside submit"),
+    "load_state_dict": (lambda o: o.load_state_dict({}), "called inside submit"),
+    "submit": (lambda o: o.submit(lambda: None), "called inside submit"),
+    "state_dict": (AsyncOptimizer.state_dict, "waits for itself"),
+    "a parameter": (lambda o: o.model.ws[0] + 1, "waits for itself"),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_call_of_the_training_thread_in_a_submitted_function_is_refused(name: str) -> None:
+    call, text = INSIDE[name]
     model = Four()
     with AsyncOptimizer(sgd(model), model) as optimizer:
         gradients(model)
-        calls = {
-            "synchronize": optimizer.synchronize,
-            "close": optimizer.close,
-            "state_dict": optimizer.state_dict,
-            "submit": lambda: optimizer.submit(lambda: None),
-            "a parameter": lambda: model.ws[0] + 1,
-        }
-        optimizer.submit(calls[name])
-        with pytest.raises(StepError) as caught:
+        optimizer.submit(lambda: call(optimizer))
+        with pytest.raises(StepError, match=text) as caught:
             optimizer.synchronize()
         assert isinstance(caught.value.__cause__, OrderError)
+        assert equal(values(model), values(Four()))
         gradients(model)
         optimizer.step()
 

@@ -37,10 +37,7 @@ pytestmark = [
 LIMIT_S = 20.0
 LR, SCALE = 0.5, 64.0
 
-OF_PARAMETERS = {
-    *("nn.Parameter", "isinstance", "its own __class__"),
-    "stack_module_state",
-}
+OF_PARAMETERS = {*("nn.Parameter", "isinstance", "its own __class__"), "stack_module_state"}
 """They make or ask for a parameter."""
 
 

@@ -155,8 +155,7 @@ def test_the_rules_are_those_that_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adafactor],
+    "make", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Adafactor]
 )
 def test_nothing_is_previewed_without_a_rule(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     p = torch.nn.Parameter(torch.ones(3))

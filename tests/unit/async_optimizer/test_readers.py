@@ -150,11 +150,7 @@ def switching_often() -> Iterator[None]:
 def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Result:
     model = network()
     inner = adam(model)
-    with (
-        one_part_each(),
-        switching_often(),
-        AsyncOptimizer(inner, model, **options) as optimizer,
-    ):
+    with one_part_each(), switching_often(), AsyncOptimizer(inner, model, **options) as optimizer:
         train_first = [lambda read=read: read(model, optimizer) for read in reads]
         with Readers(train_first) as readers:
             losses = train(model, optimizer)

@@ -11,7 +11,7 @@ import torch
 from references import INIT_SCALE
 from torch import nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, OrderError, StepError
+from accel_scaler import AsyncOptimizer, GradScaler, OrderError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -119,13 +119,3 @@ def test_submit_without_a_window_is_refused_and_takes_nothing() -> None:
         with pytest.raises(OrderError, match="no window is open"):
             run.optimizer.submit(run.update)
         assert run.w.grad is not None
-
-
-def test_update_inside_the_function_is_refused() -> None:
-    with Single("overlap") as run:
-        assert run.scaler is not None
-        run.backward()
-        run.optimizer.submit(run.scaler.update)
-        with pytest.raises(StepError) as caught:
-            run.optimizer.synchronize()
-        assert isinstance(caught.value.__cause__, OrderError)

@@ -93,19 +93,13 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "mm": (torch.mm, [(5, 8), (8, 4)]),
     "matmul, batches broadcast": (torch.matmul, [(2, 1, 5, 8), (3, 8, 4)]),
     "matmul, vectors": (torch.matmul, [(8,), (8,)]),
-    "addmm": (
-        lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=0.5),
-        [(4,), (5, 8), (8, 4)],
-    ),
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b, beta=2, alpha=0.5), [(4,), (5, 8), (8, 4)]),
     "baddbmm": (
         lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2),
         [(2, 5, 4), (2, 5, 8), (2, 8, 4)],
     ),
     "addbmm": (torch.addbmm, [(5, 4), (2, 5, 8), (2, 8, 4)]),
-    "einsum": (
-        lambda a, b: torch.einsum("bij,kj->bik", a, b),
-        [(2, 5, 8), (4, 8)],
-    ),
+    "einsum": (lambda a, b: torch.einsum("bij,kj->bik", a, b), [(2, 5, 8), (4, 8)]),
     "conv2d, groups": (
         lambda x, w: F.conv2d(x, w, stride=2, padding=1, groups=2),
         [(2, 4, 9, 9), (6, 2, 3, 3)],

@@ -143,9 +143,7 @@ def test_a_wrong_flag_is_refused_in_one_line(started: Started, argv: list[str], 
     assert started.args is None
 
 
-def test_a_path_that_cannot_be_written_is_refused_and_another_is_not_made(
-    started: Started,
-) -> None:
+def test_a_path_that_cannot_be_written_is_refused_and_another_is_not_made(started: Started) -> None:
     Path("train.py").write_text("pass\n")
     before = sorted(Path().rglob("*"))
     argv = ["--cpu", "--telemetry", "train.py", "train.py"]

@@ -142,10 +142,7 @@ def test_an_interval_that_is_no_int_is_refused_by_update(kind: type[Stock], inte
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        *(0.0, -1.0, INF, NAN, "8", True, [8.0], 1e39, 1e-50, 0),
-        *(torch.ones(2), torch.tensor(0.0)),
-    ],
+    [*(0.0, -1.0, INF, NAN, "8", True, [8.0], 1e39, 1e-50, 0), *(torch.ones(2), torch.tensor(0.0))],
 )
 def test_a_new_scale_that_cannot_be_used(bad: Any) -> None:
     p, optimizer = one()

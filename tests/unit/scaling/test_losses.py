@@ -27,9 +27,7 @@ def test_the_total_is_the_sum_of_all_that_were_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd",
-    [torch.ones(3), torch.ones(()) * 1j, torch.empty(0)],
-    ids=["vector", "complex", "empty"],
+    "odd", [torch.ones(3), torch.ones(()) * 1j, torch.empty(0)], ids=["vector", "complex", "empty"]
 )
 def test_what_is_no_single_number_has_no_total(odd: Tensor) -> None:
     assert noted(1.0, odd, 1.0).total() is None

@@ -25,7 +25,7 @@ def test_a_name_of_two_modules_has_the_class_and_of_one_class_a_number_before_it
     for net in nets:
         names.add_module(net)
     assert names.of([nets[0].weight, nets[1].weight, nets[0].bias]) == [
-        *("Linear[0].weight", "Linear[1].weight", "bias"),
+        *("Linear[0].weight", "Linear[1].weight", "bias")
     ]
 
 

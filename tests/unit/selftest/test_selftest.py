@@ -21,6 +21,7 @@ from accel_scaler.async_optimizer.delayed import DelayedUpdates
 from accel_scaler.async_optimizer.master_params import ParameterPair
 from accel_scaler.async_optimizer.preview import Terms
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.blocks import Run
 from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.clipping import Clipping
 from accel_scaler.scaling import GradScaler

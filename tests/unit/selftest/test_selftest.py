@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accel_scaler.async_optimizer.blocks import Run
 from accelerate.state import AcceleratorState, PartialState
 from children import on_two_ranks
 

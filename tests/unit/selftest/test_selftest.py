@@ -16,11 +16,11 @@ from accelerate.state import AcceleratorState, PartialState
 from children import on_two_ranks
 
 from accel_scaler import UnsupportedError, cli
-from accel_scaler.async_optimizer.blocks import Run
 from accel_scaler.async_optimizer.delayed import DelayedUpdates
 from accel_scaler.async_optimizer.master_params import ParameterPair
 from accel_scaler.async_optimizer.preview import Terms
 from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.blocks import Run
 from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.clipping import Clipping
 from accel_scaler.scaling import GradScaler

@@ -84,8 +84,7 @@ class SyncHooks:
         finally:
             self._remove()
             stepper.hooks = None  # a cycle would keep the masters until it is collected
-            if is_replaced:
-                stepper.release()
+            stepper.release()
 
     def _give_state_back(self, stepper: AsyncStepper) -> None:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""

@@ -202,6 +202,7 @@ class Run:
         self.pairs, self._rule, self._state, self._memory = list(pairs), rule, state, memory
         self._is_sent, self._sends = is_sent, sends
         self._takes, self.keys = rule.takes(group), rule.keys(group)
+        self._has_filled = False
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
         self._strides = [pair.stepped.stride() for pair in pairs]
@@ -211,8 +212,10 @@ class Run:
         self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
 
     def still_fits(self, group: Group) -> bool:
-        """Whether the settings still ask for the same kernel over the same state."""
-        return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self.keys)
+        """Whether the settings still ask for the same kernel over the same state, which this has
+        not begun since."""
+        now = self._rule.takes(group), self._rule.keys(group)
+        return not self._has_filled and now == (self._takes, self.keys)
 
     def takes(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
         """Whether the kernel can step it with these gradients; some may be missing.
@@ -274,6 +277,7 @@ class Run:
             if is_first:
                 for pair in self.pairs[a:b]:
                     arena.fill(pair.slot, self._state[pair.stepped], self.keys, self._rule.counts)
+                self._has_filled = bool(self.keys)
             if self._rule.counts:
                 arena.counts[slots].add_(1)
             follower = None if follow is None else follow(self, a, b)
@@ -384,7 +388,7 @@ class Run:
     def _block(self, places: Sequence[int]) -> Block:
         arena, pairs = self._arena, [self.pairs[i] for i in places]
         slots, entries = [pair.slot for pair in pairs], [self._state[p.stepped] for p in pairs]
-        masters, begin = [pair.stepped.data for pair in pairs], arena.offsets[slots[0]]
+        masters, begin = [pair.stepped for pair in pairs], arena.offsets[slots[0]]
         state = [[entry[key] for entry in entries] for key in self.keys]
         return Block(
             places=places,

@@ -698,19 +698,21 @@ class Player:
                 EDITS[how](p)
         self.seen["written past autograd"] += how.startswith("data")
 
-    @operation()
-    def replace_state(self) -> Any:
-        """Put other entries with other tensors into the optimizers' state, as averaging does."""
+    @operation(how=("doubled", "emptied"))
+    def replace_state(self, how: str) -> Any:
+        """Put other entries with other tensors into the optimizers' state, as averaging does, or
+        empty its entries."""
         if self.low or self.device != "cpu" or self.plain.is_tied:
             return False
         self.synchronized()
+        change = double_averages if how == "doubled" else dict.clear
         for number in self.numbers:
-            self.plain.replace_state(number)
+            self.plain.replace_state(number, change)
             for p in self.ours.net.parameters():
                 state = self.ours.optimizers[number].state
                 if p in state:
-                    state[p] = dict(state[p])
-                    double_averages(state[p])
+                    state[p] = dict(state[p]) if how == "doubled" else state[p]
+                    change(state[p])
 
     @operation(which=range(8))
     def tie(self, which: int) -> Any:

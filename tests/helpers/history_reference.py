@@ -550,9 +550,9 @@ class PlainTorch:
             self.refused.add(number)
 
     @torch.no_grad()
-    def replace_state(self, number: int) -> None:
+    def replace_state(self, number: int, change: Callable[[Any], None]) -> None:
         for entry in self.optimizers[number].state.values():
-            double_averages(entry)
+            change(entry)
 
     def knows(self, number: int, p: Tensor) -> bool:
         """Whether an earlier step has left what a preview of this one needs."""

@@ -98,6 +98,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a spike before an overflow": {"limit": 0.5, "hysteresis": 2},
     "trained in stock after a spike": {**UNSCALED, "limit": 0.5, "stock": True},
     "clipped and given up": UNSCALED,
+    "state emptied after the first update": {"optimizer": "fused adamw"},
+    "moved, where a kernel is called for the model's own memory": {"optimizer": "fused adamw"},
     "saved with masters, some never stepped, loaded in place": {
         **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"}
     },
@@ -161,7 +163,14 @@ SHOWN: dict[str, list[Call]] = {
         *(BACKWARD, STEP, ("save", {}), BACK, ("edit", {"which": 1, "how": "data clamp"}), STATES)
     ],
     "state replaced after the first update": [
-        *(BACKWARD, STEP, ("replace_state", {}), BACKWARD, STEP, BACKWARD)
+        *(BACKWARD, STEP, ("replace_state", {"how": "doubled"}), BACKWARD, STEP, BACKWARD),
+    ],
+    "state emptied after the first update": [
+        *(BACKWARD, STEP, ("replace_state", {"how": "emptied"}), BACKWARD, STEP, STATES),
+    ],
+    "moved, where a kernel is called for the model's own memory": [
+        *(BACKWARD, STEP, BACKWARD, STEP, ("move", {"which": 0, "how": "one"})),
+        *(BACKWARD, STEP, STATES),
     ],
     "saved with masters, some never stepped, loaded in place": [
         *(SOME, STEP, ("save", {}), ("reopen", {"mode": "sync"}), BACK, BACKWARD, STEP, STATES)

@@ -246,6 +246,11 @@ def take_out(optimizer: Any, params: Any) -> None:
         optimizer.state[p].clear()
 
 
+def empty(optimizer: Any, params: Any) -> None:
+    for p in params:
+        optimizer.state[p].clear()
+
+
 def put_back(optimizer: Any, params: Any) -> None:
     optimizer.state.update(optimizer.taken)
 
@@ -281,6 +286,7 @@ EDITS: dict[str, dict[int, Callable[[Any, Any], None]]] = {
     "taken out": {2: take_out, 4: put_back},
     "one taken out": {2: take_one_out, 4: put_back},
     "data": {2: assign_data},
+    "emptied after the first step": {1: empty},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.master_params import MasterRule
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.streams import SideStreams
+from accel_scaler.optimizer_step import async_stepper_of
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -79,12 +81,16 @@ def test_state_dicts_interchange_with_torch_both_ways(mode: str, offload: str) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_close_gives_the_state_back_in_the_parameters_dtype(dtype: torch.dtype, mode: str) -> None:
+    """And frees the masters, though the optimizer that is closed is kept."""
     model = network(dtype)
     inner = OPTIMIZERS["adamw"](model.parameters())
     optimizer = AsyncOptimizer(inner, model, mode=mode, offload="cpu")
     train(model, optimizer, 0, 3)
     saved = copy.deepcopy(optimizer.state_dict())
+    stepper: Any = async_stepper_of(inner)
+    masters = [weakref.ref(pair.stepped) for pair in stepper.replica.pairs]
     optimizer.close()
+    assert [ref() for ref in masters] == [None] * len(masters) != []
     for i, p in enumerate(model.parameters()):
         entry = inner.state[p]
         assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}

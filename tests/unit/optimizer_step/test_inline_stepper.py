@@ -178,6 +178,12 @@ def assign_step(optimizer: Optimizer) -> None:
     step.data = step.data + 5
 
 
+def assign_parameter(optimizer: Optimizer) -> None:
+    """As code that sends a model to the CPU and back does."""
+    for p in optimizer.param_groups[0]["params"]:
+        p.data = p.data + 1
+
+
 def amsgrad_off(optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["amsgrad"] = False
 
@@ -191,6 +197,7 @@ CHANGES = {
     "max_exp_avg_sq replaced": new_tensor("max_exp_avg_sq"),
     "step replaced": new_tensor("step"),
     "data of step assigned": assign_step,
+    "data of parameters assigned": assign_parameter,
     "add_param_group": add_group,
     "parameter in another group": regroup,
     "parameter swapped": swap_parameter,

@@ -43,9 +43,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if (written := files.get_file_from_path(name)) is not None:
             files.remove(written)
         files.append(File.generated(config, name, content=text))
-    for picture in sorted((ROOT / "assets").iterdir()):
-        name = f"assets/{picture.name}"
-        files.append(File.generated(config, name, abs_src_path=str(picture)))
+    for path in [*sorted(ROOT.glob("assets/*")), *sorted(ROOT.glob("recipes/*.ipynb"))]:
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
@@ -76,7 +76,7 @@ def from_above(name: str) -> str:
             raise PluginError(f"{name}: a link to {match[2]}, which is not there")
         inside = target.relative_to(ROOT).as_posix()
         page = ABOVE.get(inside, inside.removeprefix("docs/"))
-        if page == inside and not inside.startswith("assets/"):
+        if page == inside and not inside.startswith("assets/") and target.suffix != ".ipynb":
             raise PluginError(f"{name}: a link to {match[2]}, which is no page of the site")
         return match[1] + page
 

@@ -542,8 +542,9 @@ class PlainTorch:
 
     def unscale(self, number: int, is_seen: bool) -> None:
         """By hand. Where nothing is scaled that is a look at them; ``is_seen``: by the package."""
-        self.norms[number] = self.norm_of(number)
         self.look_at([number] if is_seen else [])
+        if self.setup.scaled or is_seen:
+            self.norms[number] = self.norm_of(number)
         if self.setup.scaled:
             self.final.update(self.unscaled(number))
         elif is_seen and self.setup.checks and not self.is_finite(number):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from copy import deepcopy
 from dataclasses import replace
@@ -24,6 +25,7 @@ class History:
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
         self.boundaries = 0
+        self._lock = threading.Lock()  # another thread may read while windows close
         self._before = Diagnosis()
         """Of all windows but the last, which may still be amended."""
         self._before.begin(start or Start())
@@ -65,9 +67,10 @@ class History:
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
             return
-        if self.records:
-            self._before.add(self.records[-1])
-        self.records.append(record)
+        with self._lock:
+            if self.records:
+                self._before.add(self.records[-1])
+            self.records.append(record)
         self.boundaries += 1
         if len(self.records) > KEPT_DETAILS:
             old = self.records[-KEPT_DETAILS - 1]
@@ -75,9 +78,10 @@ class History:
 
     def diagnosis(self) -> Diagnosis:
         """What became of the run up to now; the report finds the same in the file."""
-        found = deepcopy(self._before)
-        if self.records:
-            found.add(self.records[-1])
+        with self._lock:
+            found = deepcopy(self._before)
+            if self.records:
+                found.add(self.records[-1])
         return found
 
     def summary(self) -> str:

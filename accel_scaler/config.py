@@ -25,6 +25,12 @@ ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 NONE = ("", "none", "null", "~")
 """Texts that stand for None."""
+LOOKS_AFTER = 6
+"""Overflows in a row after which a run that asks for nothing is watched. The search for a scale
+ends before, in most sound runs."""
+SET_IN = "ACCELSCALER_SET_IN"
+"""The variable in which ``accel-scaler launch`` says how a run is set: ``flags``, or the path of a
+config file."""
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -239,8 +245,13 @@ class ScalerConfig:
             return self.find_overflow
         if self.heal or self.on_overflow == "retry":
             return "replay"
+        return "watch"
+
+    @property
+    def finds_after(self) -> int:
+        """The overflow in a row from which on it is looked for."""
         is_wanted = self.telemetry is not None or self.max_consecutive_skips is not None
-        return "watch" if is_wanted else "off"
+        return 1 if is_wanted or self.finds_overflow != "watch" else LOOKS_AFTER
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order."""

@@ -41,7 +41,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         base, fields = requested(scaler_config, {})
         config = replace(base or ScalerConfig.from_env(), **fields)
         super().__init__(*args, **kwargs)
-        Attachment(self, config, fields).install(self)
+        Attachment(self, config, fields, scaler_config is not None).install(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._attachment is None:

@@ -74,7 +74,7 @@ def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **
             )
         detach(accelerator)
     wanted = replace(base or ScalerConfig.from_env(), **fields)
-    attached = Attachment(accelerator, wanted, fields)
+    attached = Attachment(accelerator, wanted, fields, base is not None or bool(fields))
     attached.install(accelerator)
     if not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)

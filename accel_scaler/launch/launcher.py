@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,16 @@ from accelerate.commands.launch import (
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
+from ..config import (
+    ENV_PREFIX,
+    FIELDS,
+    SET_IN,
+    ScalerConfig,
+    Source,
+    environment,
+    merge,
+    suggestion,
+)
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
 from ..errors import AccelScalerError, ConfigError, UnsupportedError, refuse_retired
@@ -93,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
-        with _environment(config, ours.no_attach):
+        with _environment(config, _set_in(sources), ours.no_attach):
             return _run(args)
 
 
@@ -174,8 +183,14 @@ def _refuse_other_scalers(merged: Any) -> None:
             )
 
 
+def _set_in(sources: Mapping[str, str]) -> str:
+    """Where the user of this launch would change a setting: in ``flags``, or in the file."""
+    used = set(sources.values())
+    return "flags" if "command line" in used else min(used - {"environment"}, default="flags")
+
+
 @contextmanager
-def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
+def _environment(config: ScalerConfig, set_in: str, is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     before = dict(os.environ)
     path = before.get("PYTHONPATH")
@@ -185,6 +200,7 @@ def _environment(config: ScalerConfig, is_off: bool) -> Iterator[None]:
         if key.startswith(ENV_PREFIX):
             del os.environ[key]
     os.environ.update(config.to_env())
+    os.environ[SET_IN] = set_in
     os.environ["PYTHONPATH"] = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     try:
         yield

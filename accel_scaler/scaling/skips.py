@@ -29,6 +29,8 @@ class SkipStreak:
         """Tensors with non-finite gradients in this run, and in how many windows."""
         self.origin = ""
         """One sentence on where the last overflow began, set by an observer that found out."""
+        self.cause: Callable[[], str] = str
+        """Where they begin and what helps, of an observer that knows more; "" where none does."""
         self._warns_at = 0
         self._forget()
 
@@ -62,17 +64,15 @@ class SkipStreak:
             logger.warning(text, skips, limit, end, self._describe(get_scale))
 
     def _describe(self, get_scale: Callable[[], float] | None) -> str:
+        scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
+        scale += "Parameters are as before the run of skips."
+        if cause := self.cause():
+            return f"{scale} {cause}"
         names = [name for name, _ in self.names.most_common()]
         tensors = listed(names[:MAX_NAMES], len(names))
         seen = f"Non-finite gradients in: {tensors}. " if names else ""
-        scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
-        exact = "" if get_scale is None else " or float32"
-        origin = self.origin or "find_overflow='replay' names the module in which it begins"
-        return (
-            f"{seen}{scale}{origin}. Parameters are as before the run of skips. Look at the data "
-            "and the loss of these windows; a lower learning rate, a longer warm-up"
-            f"{exact} may help."
-        )
+        origin = f"{self.origin}. " if self.origin else ""
+        return f"{seen}{origin}{scale} Look at the data and the loss of these windows."
 
     def _forget(self) -> None:
         self.names.clear()

@@ -64,15 +64,13 @@ class SkipStreak:
             logger.warning(text, skips, limit, end, self._describe(get_scale))
 
     def _describe(self, get_scale: Callable[[], float] | None) -> str:
-        scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
-        scale += "Parameters are as before the run of skips."
-        if cause := self.cause():
-            return f"{scale} {cause}"
-        names = [name for name, _ in self.names.most_common()]
+        names = [] if self.origin else [name for name, _ in self.names.most_common()]
         tensors = listed(names[:MAX_NAMES], len(names))
         seen = f"Non-finite gradients in: {tensors}. " if names else ""
+        scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
         origin = f"{self.origin}. " if self.origin else ""
-        return f"{seen}{origin}{scale} Look at the data and the loss of these windows."
+        cause = self.cause() or f"{origin}Look at the data and the loss of these windows."
+        return f"{seen}{scale}Parameters are as before the run of skips. {cause}"
 
     def _forget(self) -> None:
         self.names.clear()

@@ -108,7 +108,10 @@ def _is_search(run: Diagnosis) -> bool:
 def _cause(run: Diagnosis, before: int) -> str:
     """Where overflows began, and what helps. ``before``: the window before the first of them."""
     if run.last_kind == "spike":
-        return "Look at the data of these windows, or raise skip_norm_above."
+        return (
+            "The gradient norm is a spike. Look at the data of these windows, or raise "
+            "skip_norm_above."
+        )
     if run.first is None or run.first[0] <= before:
         return _unknown_cause(run)
     x, first = run.first
@@ -119,10 +122,12 @@ def _cause(run: Diagnosis, before: int) -> str:
     if any(module == each or module.startswith(f"{each}.") for each in run.healed):
         return f"{where} heal keeps it in float32."
     rate = " A lower learning rate may help, too." * (run.skips < run.windows)
-    if not run.is_scaled:
-        return f"{where} Look at its input.{rate}"
+    if not (run.is_scaled and module):  # heal finds modules
+        helps = "Compute it in float32, and look at" if run.is_scaled else "Look at"
+        data = "its input" if module else "the data of these batches"
+        return f"{where} {helps} {data}.{rate}"
     names = in_float32(run)
-    is_named = not module or any(fnmatchcase(module, name) for name in names)
+    is_named = any(fnmatchcase(module, each) for name in names for each in (name, f"{name}.*"))
     by_name = "" if is_named else as_set(run, "fp32_modules", [*names, module])
     if run.settings.get("heal"):
         helps = "heal has found no cure, as the log says. Train in bfloat16 or float32"

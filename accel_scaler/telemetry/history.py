@@ -110,6 +110,7 @@ class History:
     def cause(self) -> str:
         """Where the present run of skips begins, and what helps; "" without one."""
         run = self.diagnosis()
+        run.overflowed = ()  # the scaler names them itself
         return cause_of_skips(run) if run.streak else ""
 
     def report(self) -> None:

@@ -16,6 +16,7 @@ from ..console import counted, number, percent
 from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 
 Level = Literal["bad", "warn", "note", "good"]
+KEEPS = "keeps in float32 what overflows at any scale"
 REPEATED, MANY = 3, 6
 """Overflows at good scales that are reported; that no difference between batches explains."""
 
@@ -132,19 +133,19 @@ def _cause(run: Diagnosis, before: int) -> str:
     if run.settings.get("heal"):
         helps = "heal has found no cure, as the log says. Train in bfloat16 or float32"
     else:
-        helps = f"Next: {next_run(run, 'heal', True)}, which keeps what overflows at any scale in "
-        helps += "float32"
+        helps = f"Next: {next_run(run, 'heal', True)}, which {KEEPS}"
     return f"{where} {helps}{'; or, by name, ' * bool(by_name)}{by_name}.{rate}"
 
 
 def _unknown_cause(run: Diagnosis) -> str:
     seen = f"Last seen in: {', '.join(run.overflowed)}. " if run.overflowed else ""
     text = "Look at the data of these batches. " if run.bad.count else seen
-    name, value = ("heal", True) if run.is_scaled else ("find_overflow", "replay")
+    heals = run.is_scaled and run.settings.get("find_overflow") != "off"  # heal refuses that
+    name, value = ("heal", True) if heals else ("find_overflow", "replay")
     if run.settings.get(name) == value:
         return text.rstrip()
-    text += f"Next: {next_run(run, name, value)}, which names the module in which it begins"
-    return text + (" and keeps it in float32." if name == "heal" else ".")
+    text += f"Next: {next_run(run, name, value)}, which names where it begins"
+    return text + (f", and {KEEPS}." if heals else ".")
 
 
 def in_float32(run: Diagnosis) -> list[str]:

@@ -258,7 +258,7 @@ CAUSES = [
     (seen("backward", "a", "Linear"), "Next: attach(..., heal=True), "),
     (seen("loss"), "in float32,"),
     (seen("forward", "a", "Net", ("nan", "nan")), "data"),
-    (None, "Next: attach(..., heal=True), which names the module"),
+    (None, "Next: attach(..., heal=True), which names where it begins, "),
 ]
 
 

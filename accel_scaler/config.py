@@ -161,7 +161,8 @@ class ScalerConfig:
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again; parameters, buffers and random state are restored, nothing else is.
             always: every window is watched (slow). off: only names of parameters. auto: replay with
-            heal or retry; with telemetry or max_consecutive_skips watch after an overflow; or off.
+            heal or retry; else watch after six overflows in a row, with telemetry or
+            max_consecutive_skips after the first.
         heal: Keep the smallest module that overflows at any scale in float32, and save its name.
         fp32_modules: Modules that run in float32 under autocast: globs on the names of
             model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between

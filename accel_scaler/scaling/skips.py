@@ -34,6 +34,9 @@ class SkipStreak:
         self._warns_at = 0
         self._forget()
 
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"cause": str}  # the observer stays behind
+
     def wants_names(self, skips: int) -> bool:
         """Whether a skip after ``skips`` others is warned of, or ends the run: then names are worth
         reading every gradient once more."""

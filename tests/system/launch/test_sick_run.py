@@ -19,6 +19,8 @@ from sick_script import LR, SICK, WINDOWS, batches, make
 pytestmark = pytest.mark.slow
 
 CPU = ["--cpu", "--mixed_precision", "fp16"]
+SEARCHED = ["--init_scale", "16"]
+"""So low that the search for a scale is over within the run."""
 CURE = [f"{SICK}.wo", f"{SICK}.act"]
 
 
@@ -98,14 +100,15 @@ def test_following_the_module_by_name_leads_on_and_never_back(tmp_path: Path) ->
     file, and where the script does not say that its training ends."""
     flags: list[str] = []
     for cured in range(2):
-        facts, lines = run(tmp_path, *flags, "--telemetry", f"{cured}.jsonl", end=False)
+        file = f"{cured}.jsonl"
+        facts, lines = run(tmp_path, *flags, *SEARCHED, "--telemetry", file, end=False)
         assert facts["skips"] == WINDOWS
         (text,) = verdicts(lines)
         found = re.search(r"; or, by name, (--fp32_modules \S+)\.$", text)
         assert found is not None
         flags = shlex.split(found[1])
         assert flags[1].split(",") == CURE[: cured + 1]
-        report = [*OURS[:-1], "report", "--text", f"{cured}.jsonl"]
+        report = [*OURS[:-1], "report", "--text", file]
         assert text in launching.run(report, tmp_path)[1]
     facts, lines = run(tmp_path, *flags)
     assert (facts["skips"], verdicts(lines)) == (0, [])

@@ -51,15 +51,15 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_236,
-    "optimizer_step": 1_364,
+    "scaling": 2_266,
+    "optimizer_step": 1_410,
     "async_optimizer": 5_690,
-    "integrations": 1_320,
-    "overflow": 2_086,
-    "telemetry": 1_322,
-    "report": 999,
-    "launch": 402,
-    "": 860,
+    "integrations": 1_355,
+    "overflow": 2_806,
+    "telemetry": 1_460,
+    "report": 1_011,
+    "launch": 418,
+    "": 884,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

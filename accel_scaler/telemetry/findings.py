@@ -99,6 +99,11 @@ def cause_of_skips(run: Diagnosis) -> str:
     if _is_search(run):
         scale = number(run.last_scale)
         return f"Go on, or begin there, with a smaller init_scale ({scale})."
+    if run.last_kind == "spike":
+        return (
+            "The gradient norm is a spike. Look at the data of these windows, or raise "
+            "skip_norm_above."
+        )
     return _cause(run, run.last_x - run.streak)
 
 
@@ -108,11 +113,6 @@ def _is_search(run: Diagnosis) -> bool:
 
 def _cause(run: Diagnosis, before: int) -> str:
     """Where overflows began, and what helps. ``before``: the window before the first of them."""
-    if run.last_kind == "spike":
-        return (
-            "The gradient norm is a spike. Look at the data of these windows, or raise "
-            "skip_norm_above."
-        )
     if run.first is None or run.first[0] <= before:
         return _unknown_cause(run)
     x, first = run.first
@@ -150,7 +150,9 @@ def _unknown_cause(run: Diagnosis) -> str:
 
 def in_float32(run: Diagnosis) -> list[str]:
     """``fp32_modules`` as they are in force: those of the settings, and the healed ones."""
-    return list(dict.fromkeys((*(run.settings.get("fp32_modules") or ()), *run.healed)))
+    given = run.settings.get("fp32_modules")
+    names = given if isinstance(given, (list, tuple)) else ()  # a file may hold anything
+    return list(dict.fromkeys((*names, *run.healed)))
 
 
 def as_set(run: Diagnosis, name: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
 from accel_scaler.telemetry.diagnosis import STUCK, Kind
-from accel_scaler.telemetry.findings import skips, streak
+from accel_scaler.telemetry.findings import overflow, skips, streak
 from accel_scaler.telemetry.record import FORMAT, decode, encode_line, encode_window
 
 INF, NAN = math.inf, math.nan
@@ -302,6 +302,7 @@ def test_a_run_that_is_stuck_names_where_it_began_and_the_remedy(
             {"fp32_modules": ["*.wo"]},
             ["Next: attach(..., heal=True), ", "; or, by name, fp32_modules=['*.wo', 'a.act']."],
         ),
+        ("code", {"fp32_modules": 5}, ["fp32_modules=['a.act']"]),
         ("code", {"fp32_modules": ["*a"]}, ["Next: attach(..., heal=True), "]),
         (
             "code",
@@ -382,6 +383,22 @@ def test_a_run_of_spikes_is_no_fault_of_a_module_and_searches_for_no_scale() -> 
     assert text.startswith("Did not train past step 14: 40 windows, 25 skipped")
     assert text.endswith("Look at the data of these windows, or raise skip_norm_above.")
     assert skips(found).text == "62.5 % of the windows trained nothing."
+
+
+def test_a_spike_says_nothing_of_overflows_before_it() -> None:
+    found = Diagnosis()
+    found.begin(Course(scaled=False).start)
+    for index in range(40):
+        is_spike, is_inf = index == 39, index in (10, 20)
+        record = Record(
+            index, 1.0, 1.0, skipped=is_spike or is_inf, grad_norm=INF if is_inf else 1.0
+        )
+        found.add(replace(record, spike=is_spike, found_inf=is_inf))
+    finding = overflow(found)
+    assert finding is not None
+    assert "2 windows (step 10 to step 20)" in finding.title
+    assert "spike" not in finding.text
+    assert "find_overflow='replay'" in finding.text
 
 
 def test_healed_modules_are_the_line_for_the_config() -> None:

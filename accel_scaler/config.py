@@ -26,6 +26,12 @@ ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 NONE = ("", "none", "null", "~")
 """Texts that stand for None."""
+LOOKS_AFTER = 6
+"""Overflows in a row after which a run that asks for nothing is watched. The search for a scale
+ends before, in most sound runs."""
+SET_IN = "ACCELSCALER_SET_IN"
+"""The variable in which ``accel-scaler launch`` says how a run is set: ``flags``, or the path of a
+config file."""
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -170,7 +176,8 @@ class ScalerConfig:
         find_overflow: How the module is found in which an overflow began. replay: the skipped
             window runs again; parameters, buffers and random state are restored, nothing else is.
             always: every window is watched (slow). off: only names of parameters. auto: replay with
-            heal or retry; with telemetry or max_consecutive_skips watch after an overflow; or off.
+            heal or retry; else watch after six overflows in a row, with telemetry or
+            max_consecutive_skips after the first.
         heal: Keep the smallest module that overflows at any scale in float32, and save its name.
         fp32_modules: Modules that run in float32 under autocast: globs on the names of
             model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between
@@ -253,8 +260,13 @@ class ScalerConfig:
             return self.find_overflow
         if self.heal or self.on_overflow == "retry":
             return "replay"
+        return "watch"
+
+    @property
+    def finds_after(self) -> int:
+        """The overflow in a row from which on it is looked for."""
         is_wanted = self.telemetry is not None or self.max_consecutive_skips is not None
-        return "watch" if is_wanted else "off"
+        return 1 if is_wanted or self.finds_overflow != "watch" else LOOKS_AFTER
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order: also a mapping for ``attach``."""

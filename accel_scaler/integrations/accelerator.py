@@ -39,7 +39,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         wanted = resolved(*requested(scaler_config, {}))
         super().__init__(*args, **kwargs)
-        Attachment(self, *wanted).install(self)
+        Attachment(self, *wanted, scaler_config is not None).install(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._attachment is None:

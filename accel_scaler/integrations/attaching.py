@@ -81,7 +81,8 @@ def attach(
                 "first."
             )
         detach(accelerator)
-    attached = Attachment(accelerator, *resolved(base, fields))
+    in_code = base is not None or bool(fields)
+    attached = Attachment(accelerator, *resolved(base, fields), in_code)
     attached.install(accelerator)
     if not isinstance(accelerator, ScaledAccelerator):
         attached.stock_class = type(accelerator)

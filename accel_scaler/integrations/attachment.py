@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..async_optimizer import MasterRule, Worker, take_over
-from ..config import ScalerConfig, checked, environment, merge
+from ..config import SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
@@ -42,12 +42,17 @@ class Attachment:
         requested_config: as given to ``attach``; ``config`` is the same, as far as the precision
             allows, with the settings of the replaced scaler.
         named: fields that a call or the environment names; they take precedence over that scaler's.
+        in_code: the script requested settings; else they are those of the environment.
 
     Raises as :func:`accel_scaler.attach`; nothing was changed then.
     """
 
     def __init__(
-        self, accelerator: Any, requested_config: ScalerConfig, named: Collection[str] = ()
+        self,
+        accelerator: Any,
+        requested_config: ScalerConfig,
+        named: Collection[str] = (),
+        in_code: bool = True,
     ) -> None:
         refuse_other_scalers(accelerator)
         config, precision = requested_config, accelerator.mixed_precision
@@ -85,6 +90,7 @@ class Attachment:
             "device": self.device.type,
             "device_name": device_name(self.device),
             "precision": str(precision),
+            "set_in": "code" if in_code else os.environ.get(SET_IN, "code"),
             "accelerate": accelerate_version,
             "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
         }
@@ -94,7 +100,13 @@ class Attachment:
         if how != "off" or retries:
             healer = Healer(self.fp32_modules) if config.heal else None
             self.explainer = OverflowExplainer(
-                self.scaler, how, retries, config.growth_headroom, healer, self.float16
+                self.scaler,
+                how,
+                config.finds_after,
+                retries,
+                config.growth_headroom,
+                healer,
+                self.float16,
             )
         self.scaler.extra["fp32_modules"] = self.fp32_modules.added
         self.scaler.call_when_loaded(self.keep_fp32)

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +29,16 @@ from accelerate.utils import clear_environment
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from ..config import ENV_PREFIX, FIELDS, ScalerConfig, Source, environment, merge, suggestion
+from ..config import (
+    ENV_PREFIX,
+    FIELDS,
+    SET_IN,
+    ScalerConfig,
+    Source,
+    environment,
+    merge,
+    suggestion,
+)
 from ..config_file import PACKAGE, find_config, read_config
 from ..console import plain, say, written
 from ..errors import AccelScalerError, ConfigError, UnsupportedError
@@ -93,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
-        with _environment(config.to_env(sources), ours.no_attach):
+        with _environment(config.to_env(sources), _set_in(sources), ours.no_attach):
             return _run(args)
 
 
@@ -180,8 +189,14 @@ def _refuse_unsuitable(merged: Any) -> None:
             )
 
 
+def _set_in(sources: Mapping[str, str]) -> str:
+    """Where the user of this launch would change a setting: in ``flags``, or in the file."""
+    used = set(sources.values())
+    return "flags" if "command line" in used else min(used - {"environment"}, default="flags")
+
+
 @contextmanager
-def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
+def _environment(settings: dict[str, str], set_in: str, is_off: bool) -> Iterator[None]:
     """The environment that the ranks inherit; afterwards it is as before."""
     kept = {key: os.environ[key] for key in os.environ if not key.startswith(ENV_PREFIX)}
     path = kept.get("PYTHONPATH")
@@ -189,7 +204,7 @@ def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     entries = [entry for entry in entries if entry != STARTUP]  # launched by a launched script
     path = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     with clear_environment():
-        os.environ.update(kept | settings | {"PYTHONPATH": path})
+        os.environ.update(kept | settings | {SET_IN: set_in, "PYTHONPATH": path})
         yield
 
 

@@ -70,6 +70,7 @@ class OverflowExplainer(Observer):
         how: ``watch``: modules are watched after an overflow, until the next one. ``replay``: a
             window that has overflowed is run again; where it cannot be, the next ones are watched.
             ``always``: every window is watched. ``off``: nothing is explained.
+        after: the overflow in a row from which on it is looked for.
         retries: a window that has overflowed is made again at lower scales.
         looks_ahead: with ``retries`` the scale grows only while gradients leave room for it.
         healer: with one, a window that has overflowed is run again whatever ``how`` says.
@@ -80,13 +81,14 @@ class OverflowExplainer(Observer):
         self,
         scaler: GradScaler,
         how: Literal["watch", "replay", "always", "off"],
+        after: int,
         retries: bool,
         looks_ahead: bool,
         healer: Healer | None,
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
-        self.how, self.retries = how, retries
+        self.how, self.after, self.retries = how, after, retries
         self.always = how == "always"
         self.makes_again = retries or healer is not None
         self._room: Headroom | None = None
@@ -409,7 +411,7 @@ class OverflowExplainer(Observer):
             if found is not None or self._left_to_watch <= 0:
                 self._stop_watching()
             return found
-        if (self._in_a_row - 1) % ONE_IN:
+        if (self._in_a_row - self.after) % ONE_IN:
             return None
         if self.recording is None:
             self._start_watching("")

@@ -26,8 +26,13 @@ class SkipStreak:
         """Tensors with non-finite gradients in this run, and in how many windows."""
         self.origin = ""
         """One sentence on where the last overflow began, set by an observer that found out."""
+        self.cause: Callable[[], str] = str
+        """Where they begin and what helps, of an observer that knows more; "" where none does."""
         self._warns_at = 0
         self._forget()
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"cause": str}  # the observer stays behind
 
     def wants_names(self, skips: int) -> bool:
         """Whether a skip after ``skips`` others is warned of, or ends the run: then names are worth
@@ -56,17 +61,13 @@ class SkipStreak:
             logger.warning(text, skips, limit, end, self._describe(get_scale))
 
     def _describe(self, get_scale: Callable[[], float] | None) -> str:
-        names = [name for name, _ in self.names.most_common()]
+        names = [] if self.origin else [name for name, _ in self.names.most_common()]
         tensors = listed(names[:MAX_NAMES], len(names))
         seen = f"Non-finite gradients in: {tensors}. " if names else ""
         scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
-        exact = "" if get_scale is None else " or float32"
-        origin = self.origin or "find_overflow='replay' names the module in which it begins"
-        return (
-            f"{seen}{scale}{origin}. Parameters are as before the run of skips. Look at the data "
-            "and the loss of these windows; a lower learning rate, a longer warm-up"
-            f"{exact} may help."
-        )
+        origin = f"{self.origin}. " if self.origin else ""
+        cause = self.cause() or f"{origin}Look at the data and the loss of these windows."
+        return f"{seen}{scale}Parameters are as before the run of skips. {cause}"
 
     def _forget(self) -> None:
         self.names.clear()

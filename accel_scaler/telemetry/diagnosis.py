@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -86,6 +87,8 @@ class Diagnosis:
         self.sessions: list[Session] = []
         self.windows = self.skips = self.last_x = 0
         self.kinds: Counter[SkipKind] = Counter()
+        self.last_kind: SkipKind | None = None
+        """Of the last skip."""
         self.others = Span()
         """Skips of kind ``other``."""
         self.is_scaled = False
@@ -183,7 +186,7 @@ class Diagnosis:
             if after > scale or (self._good_scale is None and self._steps >= SETTLED):
                 self._good_scale = min(scale, self._good_scale or scale)
             return
-        kind = self._kind_of(record)
+        kind = self.last_kind = self._kind_of(record)
         self.kinds[kind] += 1
         if kind == "spike":
             return
@@ -201,9 +204,19 @@ class Diagnosis:
         return "search" if record.scale > max(1.0, self.floor) else "other"
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """Of the last session."""
+        return self.sessions[-1].start.settings
+
+    @property
+    def set_in(self) -> str:
+        """Where they were set: ``code``, ``flags``, or the path of a config file."""
+        return str(self.sessions[-1].start.facts.get("set_in", "code"))
+
+    @property
     def floor(self) -> float:
         """``min_scale`` of the last session; 0: it has none."""
-        value = self.sessions[-1].start.settings.get("min_scale")
+        value = self.settings.get("min_scale")
         return float(value) if isinstance(value, (int, float)) else 0.0
 
     @property

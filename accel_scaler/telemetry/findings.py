@@ -7,14 +7,16 @@ finding about an overflow advises to clip: that comes after the backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import shlex
 from dataclasses import dataclass
-from typing import Literal, get_args
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
 
 from ..console import counted, number, percent
 from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 
 Level = Literal["bad", "warn", "note", "good"]
+KEEPS = "keeps in float32 what overflows at any scale"
 REPEATED, MANY = 3, 6
 """Overflows at good scales that are reported; that no difference between batches explains."""
 
@@ -54,6 +56,12 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
     return " ".join(sentences if end is None else [*sentences, end.title])
 
 
+def is_well(run: Diagnosis) -> bool:
+    """Whether nothing is to be done, so that nobody needs to read the verdict."""
+    is_bad = any(finding.level == "bad" for finding in diagnose(run))
+    return run.kind == "trained" and not (run.healed or is_bad)
+
+
 def ending(run: Diagnosis) -> Finding | None:
     """How the last session of a file ended; None: as it should."""
     if not run.sessions:
@@ -79,34 +87,94 @@ def streak(run: Diagnosis) -> Finding | None:
     if not run.is_stuck and not is_nothing:
         return None
     which = "All windows" if run.windows == run.streak else f"The last {run.streak:,} windows"
-    if run.streak == run.windows == run.kinds["search"]:
+    if _is_search(run):
         scale = number(run.last_scale)
         title = f"{which} overflowed while the scale was searched for, down to {scale}."
-        return Finding("bad", title, f"Go on, or begin there, with a smaller init_scale ({scale}).")
-    return Finding("bad", f"{which} were skipped.", _cause(run, run.last_x - run.streak))
+        return Finding("bad", title, cause_of_skips(run))
+    return Finding("bad", f"{which} were skipped.", cause_of_skips(run))
+
+
+def cause_of_skips(run: Diagnosis) -> str:
+    """Where the skips at the end of a run begin, and what helps."""
+    if _is_search(run):
+        scale = number(run.last_scale)
+        return f"Go on, or begin there, with a smaller init_scale ({scale})."
+    if run.last_kind == "spike":
+        return (
+            "The gradient norm is a spike. Look at the data of these windows, or raise "
+            "skip_norm_above."
+        )
+    return _cause(run, run.last_x - run.streak)
+
+
+def _is_search(run: Diagnosis) -> bool:
+    return run.streak == run.windows == run.kinds["search"]
 
 
 def _cause(run: Diagnosis, before: int) -> str:
     """Where overflows began, and what helps. ``before``: the window before the first of them."""
     if run.first is None or run.first[0] <= before:
-        seen = f"Last seen in: {', '.join(run.overflowed)}. " if run.overflowed else ""
-        if run.skips == run.kinds["spike"] > 0:
-            return "Look at the data of these windows, or raise skip_norm_above."
-        return f"{seen}Run with find_overflow='replay' to see in which module it begins."
+        return _unknown_cause(run)
     x, first = run.first
     where, module = f"{run.place(x).capitalize()}: {first['text'].rstrip('.')}.", first["module"]
     given = first["input"] or ()  # in a live record inf is a text
     if first["where"] == "forward" and not all(math.isfinite(float(each)) for each in given):
-        return where if run.bad.count else f"{where} Look at the data of these batches."
+        return f"{where} Look at the data of these batches."
     if any(module == each or module.startswith(f"{each}.") for each in run.healed):
         return f"{where} heal keeps it in float32."
-    keep = "Keep it in float32" + f": {module_list([module])}" * bool(module)
-    return f"{where} {keep if run.is_scaled else 'Look at its input'}, or lower the learning rate."
+    rate = " A lower learning rate may help, too." * (run.skips < run.windows)
+    if not (run.is_scaled and module):  # heal finds modules
+        helps = "Compute it in float32, and look at" if run.is_scaled else "Look at"
+        data = "its input" if module else "the data of these batches"
+        return f"{where} {helps} {data}.{rate}"
+    names = in_float32(run)
+    is_named = any(fnmatchcase(module, each) for name in names for each in (name, f"{name}.*"))
+    by_name = "" if is_named else as_set(run, "fp32_modules", [*names, module])
+    if run.settings.get("heal"):
+        helps = "heal has found no cure, as the log says. Train in bfloat16 or float32"
+    else:
+        helps = f"Next: {next_run(run, 'heal', True)}, which {KEEPS}"
+    return f"{where} {helps}{'; or, by name, ' * bool(by_name)}{by_name}.{rate}"
 
 
-def module_list(names: Iterable[str]) -> str:
-    """The line for the config: ``fp32_modules: ['a', 'b.c']``."""
-    return f"fp32_modules: [{', '.join(map(repr, names))}]"
+def _unknown_cause(run: Diagnosis) -> str:
+    seen = f"Last seen in: {', '.join(run.overflowed)}. " if run.overflowed else ""
+    text = "Look at the data of these batches. " if run.bad.count else seen
+    heals = run.is_scaled and run.settings.get("find_overflow") != "off"  # heal refuses that
+    name, value = ("heal", True) if heals else ("find_overflow", "replay")
+    if run.settings.get(name) == value:
+        return text.rstrip()
+    text += f"Next: {next_run(run, name, value)}, which names where it begins"
+    return text + (f", and {KEEPS}." if heals else ".")
+
+
+def in_float32(run: Diagnosis) -> list[str]:
+    """``fp32_modules`` as they are in force: those of the settings, and the healed ones."""
+    given = run.settings.get("fp32_modules")
+    names = given if isinstance(given, (list, tuple)) else ()  # a file may hold anything
+    return list(dict.fromkeys((*names, *run.healed)))
+
+
+def as_set(run: Diagnosis, name: str, value: Any) -> str:
+    """A setting, written for the way in which the run was set: ``--heal``, ``heal: true`` for a
+    config file, or ``heal=True``."""
+    is_text, is_switch, way = isinstance(value, str), value is True, run.set_in
+    if way == "code":
+        return f"{name}={value!r}"
+    if way == "flags":
+        text = value if is_text else "" if is_switch else shlex.quote(",".join(value))
+        return f"--{name} {text}".rstrip()
+    return f"{name}: {'true' if is_switch else value}"
+
+
+def next_run(run: Diagnosis, name: str, value: Any) -> str:
+    """What to start next, with this setting."""
+    setting, way = as_set(run, name, value), run.set_in
+    if way == "code":
+        return f"attach(..., {setting})"
+    if way == "flags":
+        return f"accel-scaler launch {setting}, all else as before"
+    return f"{setting} in the section accel_scaler of {way}"
 
 
 def healed(run: Diagnosis) -> Finding | None:
@@ -114,7 +182,9 @@ def healed(run: Diagnosis) -> Finding | None:
         return None
     each = ", ".join(f"{name} (from {run.place(x)} on)" for name, x in run.healed.items())
     title = f"heal has put {counted(len(run.healed), 'module')} in float32: {each}."
-    return Finding("note", title, f"For the config: {module_list(run.healed)}.")
+    return Finding(
+        "note", title, f"From the start: {as_set(run, 'fp32_modules', in_float32(run))}."
+    )
 
 
 def loss(run: Diagnosis) -> Finding | None:
@@ -123,9 +193,8 @@ def loss(run: Diagnosis) -> Finding | None:
         return None
     if run.is_scaled or not run.bad_steps.count:
         title = f"The loss itself was inf or NaN in {_windows_of(run, run.bad)}."
-        look = "No scale helps: look" if run.is_scaled else "Look"
-        look += " at the data of these batches."
-        return Finding("bad", title, f"{look} {_cause(run, run.bad.first_x - 1)}")
+        title += " No scale helps." * run.is_scaled
+        return Finding("bad", title, _cause(run, run.bad.first_x - 1))
     title = f"The loss or the gradient norm was inf or NaN in {_windows_of(run, run.bad_steps)}."
     return Finding("bad", title, "Each step was taken. Resume from a checkpoint before them.")
 

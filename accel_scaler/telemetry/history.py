@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
@@ -10,8 +11,10 @@ from dataclasses import replace
 
 from ..console import counted, number
 from .diagnosis import Diagnosis, headroom
-from .findings import verdict
+from .findings import cause_of_skips, is_well, verdict
 from .record import Record, Start
+
+logger = logging.getLogger("accel_scaler")
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16
@@ -26,6 +29,7 @@ class History:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
         self.boundaries = 0
         self._lock = threading.Lock()  # another thread may read while windows close
+        self._reported = ""
         self._before = Diagnosis()
         """Of all windows but the last, which may still be amended."""
         self._before.begin(start or Start())
@@ -97,6 +101,20 @@ class History:
         lines += [f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}"]
         what = "overflow" if self.is_scaled else "inf or NaN"
         return "\n".join(lines + [f"last {what} seen in: {', '.join(names)}"] * bool(names))
+
+    def cause(self) -> str:
+        """Where the present run of skips begins, and what helps; "" without one."""
+        run = self.diagnosis()
+        run.overflowed = ()  # the scaler names them itself
+        return cause_of_skips(run) if run.streak else ""
+
+    def report(self) -> None:
+        """Log the verdict if something is to be done, once for what is known."""
+        run = self.diagnosis()
+        text = verdict(run)
+        if run.windows and text != self._reported and not is_well(run):
+            self._reported = text
+            logger.warning("%s", text)
 
     def last_overflow(self) -> tuple[str, ...]:
         """Names in the latest kept record that has any."""

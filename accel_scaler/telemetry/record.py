@@ -185,7 +185,7 @@ def encode_line(kind: str, **values: Any) -> str:
 # Reading: a ``ValueError``, ``TypeError`` or the like means that the line is broken.
 
 FACTS: dict[str, Any] = {
-    **dict.fromkeys(("package", "device", "device_name", "precision"), str),
+    **dict.fromkeys(("package", "device", "device_name", "precision", "set_in"), str),
     **dict.fromkeys(("python", "torch", "accelerate", "transformers", "command"), str),
     **{"rank": int, "ranks": int, "unix_time": float},
 }
@@ -243,10 +243,11 @@ def _read_start(line: dict[str, Any]) -> Start:
         return Start(version)  # its other keys may mean something else
     facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
     datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {}  # numbers and none as they are, the texts of others
+    settings = {}  # numbers, lists and none as they are, the texts of others
     for key, value in line.get("settings", {}).items():
         is_plain = value is None or (isinstance(value, (int, float)) and not abs(value) > 2**53)
-        settings[_text(key)] = value if is_plain else _text(value)
+        value = list(map(_text, value)) if isinstance(value, list) else value
+        settings[_text(key)] = value if is_plain or isinstance(value, list) else _text(value)
     return Start(version, facts, settings, changed)
 
 

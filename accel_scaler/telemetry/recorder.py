@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import platform
 import re
 import shlex
@@ -22,14 +22,10 @@ from ..devices import peak_memory
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
 from ..version import __version__
-from .findings import verdict
 from .gradient_range import Measured, measure, read_measured
 from .history import History
 from .record import Record, Start
 from .writer import Journal, OpenRecord, path_of
-
-logger = logging.getLogger("accel_scaler")
-
 
 EVALUATION = re.compile("(eval|val|valid|validation|test)[_/](?!.*(time|_per_second)$)")
 """Names that values of an evaluation begin with; how long it took is none."""
@@ -44,17 +40,24 @@ class Recorder(Observer):
         scaler: whose windows these are.
         journal: the telemetry file; None: records in memory, without norms of each parameter.
         underflow_interval: windows between two measurements of the gradients' range.
+        start: the settings and where they are from.
     """
 
     def __init__(
-        self, scaler: GradScaler, journal: Journal | None = None, underflow_interval: int = 100
+        self,
+        scaler: GradScaler,
+        journal: Journal | None = None,
+        underflow_interval: int = 100,
+        start: Start | None = None,
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_norms = self.wants_each_norm = journal is not None
         self._is_scaled = scaler.is_enabled()
-        settings = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
-        precision = "fp16" if self._is_scaled else "no"
-        self.history = History(Start(facts={"precision": precision}, settings=settings))
+        start = start or Start()
+        floor = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
+        facts = start.facts | {"precision": "fp16" if self._is_scaled else "no"}
+        self.history = History(Start(facts=facts, settings=start.settings | floor))
+        scaler.skips.cause = self.history.cause
         self.underflow_interval = underflow_interval
         self._table, self._noted = NameTable(scaler.parameter_names), 0
         self._open: OpenRecord | None = None
@@ -62,8 +65,10 @@ class Recorder(Observer):
         self._measured: tuple[int, Measured] = (-1, [])
         """A window's index and its measurements, to be read in a later one."""
         self._next_measured = 0
-        self._reported_healed: tuple[str, ...] = ()
         self._start = time.perf_counter() if journal is None else journal.start_s
+        self._reports = facts.get("rank", 0) == 0
+        if self._reports:
+            weakref.finalize(self, _report, self.history, os.getpid())
         if journal is not None:
             self._finish = weakref.finalize(self, journal.close, peak_memory)
 
@@ -135,7 +140,7 @@ class Recorder(Observer):
             retry_us=round(window.retry_s * 1e6) if window.retries else None,
             loss=losses.total() if self.wants_each_norm and losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
-            loss_nonfinite=losses.bad() if self.wants_each_norm and found_inf else 0,
+            loss_nonfinite=losses.bad() if found_inf else 0,
             step_mode=mode,
             **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
@@ -167,20 +172,24 @@ class Recorder(Observer):
         self.flush()
 
     def flush(self) -> None:
-        """Write what is known of the last window, and log the verdict if modules were healed."""
+        """Write what is known of the last window, and log the verdict where that is of use."""
         self._read_range()
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self.journal is not None:
             self.journal.flush()
-        if self.history.healed != self._reported_healed:
-            self._reported_healed = self.history.healed
-            logger.warning(verdict(self.history.diagnosis()))
+        if self._reports:
+            self.history.report()
 
     def close(self) -> None:
         self.flush()
         if self.journal is not None:
             self._finish()
+
+
+def _report(history: History, pid: int) -> None:
+    if pid == os.getpid():  # a fork has a copy
+        history.report()
 
 
 class NameTable:
@@ -236,17 +245,18 @@ def command_line(argv: Sequence[str]) -> str:
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
     """The recorder for ``config``; ``facts``, for the ``start`` line, have ``rank`` and ``ranks``.
     Raises ``ConfigError`` if ``telemetry`` cannot be written."""
-    path, journal = path_of(config, facts["rank"]), None
+    path, journal, settings = path_of(config, facts["rank"]), None, asdict(config)
     if path is not None:
         own = {
             "package": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "changed": [name for name in config.changed() if name != "telemetry"],
-            "settings": asdict(config),
+            "settings": settings,
             "command": command_line(sys.argv),
         }
         journal = Journal(path, {**facts, **own})
-    recorder = Recorder(scaler, journal, config.underflow_interval)
+    start = Start(facts=facts, settings=settings)
+    recorder = Recorder(scaler, journal, config.underflow_interval, start)
     recorder.wants_norms = config.telemetry is not None
     return recorder

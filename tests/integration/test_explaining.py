@@ -17,6 +17,8 @@ from telemetry_runs import MODES, attached, sgd, windows_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from accel_scaler.config import LOOKS_AFTER
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OVERFLOWS = (1.0, 1e9, 1e9, 1.0, 1.0, 1e9, 1.0, 1e9, 1e9, 1e9, 1.0, 1.0)
@@ -147,6 +149,21 @@ def test_a_run_that_is_watched_ends_as_one_that_is_not(
     assert_same(watched, plain)
     assert nothing == [None] * len(OVERFLOWS)
     assert found == [{2: "last", 7: "last"}.get(n) for n in range(len(OVERFLOWS))]
+
+
+@EACH_MODE
+def test_a_run_that_asks_for_nothing_is_watched_after_six_overflows_in_a_row(
+    mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = [1e9] * LOOKS_AFTER, [1e9] * (LOOKS_AFTER + 3)
+    factors = (1.0, *few, 1.0, 1.0, *many, 1.0)  # no other follows the first ones
+    monkeypatch.setattr(f"{__name__}.OVERFLOWS", factors)
+    plain, _ = train(Random, find_overflow="off", **mode)
+    watched, found = train(Random, **mode)
+    assert_same(watched, plain)
+    # Those of the first run have begun the watch that meets window 9; it ends there.
+    assert [n for n, each in enumerate(found) if each == "last"] == [9, 15]
+    assert found.count(None) == len(factors) - 2
 
 
 @EACH_MODE

@@ -80,7 +80,7 @@ def test_a_fall_names_scale_steps_layer_and_count(tmp_path: Path) -> None:
     lines = with_first(lines, skips[1], where="forward", module=CULPRIT[:-7], text="It became inf.")
     quoted = found(tmp_path, lines)["overflow"]
     assert f"tep {skips[1]}: It became inf." in quoted.text
-    assert f"fp32_modules: ['{CULPRIT[:-7]}']" in quoted.text
+    assert f"fp32_modules=['{CULPRIT[:-7]}']" in quoted.text
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_float32_is_a_cure_in_fp16_alone(tmp_path: Path, precision: str, is_scal
     bad = [t.window(s, 1.0, True, next_scale=1.0, loss="nan") for s in range(40, 60)]
     texts = found(tmp_path, [*lines, *with_first(bad, 40, **first)])
     assert "m.log" in texts["loss"].text
-    assert ("fp32_modules: ['m.log']" in texts["loss"].text) == is_scaled
+    assert ("fp32_modules=['m.log']" in texts["loss"].text) == is_scaled
     assert ("search" in texts["skips"].text) == is_scaled
     assert "33.3 %" in texts["skips"].text
 

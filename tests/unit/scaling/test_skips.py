@@ -46,15 +46,25 @@ def test_a_run_with_a_limit_is_warned_of_at_a_third_and_ends_after_it(
         streak.check(limit + 1, lambda: 1.0)
 
 
+def error_of(streak: SkipStreak) -> str:
+    with pytest.raises(OverflowStreakError) as caught:
+        streak.check(2, lambda: 0.125)
+    return str(caught.value)
+
+
 def test_the_error_has_names_scale_and_origin_and_the_next_run_starts_over() -> None:
     streak = SkipStreak(1)
     streak.names.update(f"layer{i}" for i in range(MAX_NAMES + 2))
     streak.names.update(["layer3"])
-    streak.origin = "began in layer3"
-    with pytest.raises(OverflowStreakError) as caught:
-        streak.check(2, lambda: 0.125)
-    text = str(caught.value)
+    text = error_of(streak)
     assert "2 windows in a row were skipped, max_consecutive_skips=1 allows 1. " in text
-    assert "layer3, layer0, layer1, layer2, layer4 and 2 more. " in text
-    assert "scale is now 0.125. began in layer3. " in text
+    assert "layer3, layer0, layer1, layer2, layer4 and 2 more. The scale is now 0.125. " in text
+    assert text.endswith(" Look at the data and the loss of these windows.")
+    streak.names.update(["layer3"])
+    streak.origin = "It began in layer4"  # names say less
+    text = error_of(streak)
+    assert text.endswith("It began in layer4. Look at the data and the loss of these windows.")
+    assert "layer3" not in text
+    streak.origin, streak.cause = "It began in layer4", lambda: "Step 1: layer4. Next: heal."
+    assert error_of(streak).endswith("before the run of skips. Step 1: layer4. Next: heal.")
     assert (streak.names, streak.origin) == ({}, "")

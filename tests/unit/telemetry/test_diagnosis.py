@@ -14,8 +14,8 @@ from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
 from accel_scaler.telemetry.diagnosis import STUCK, Kind
-from accel_scaler.telemetry.findings import skips, streak
-from accel_scaler.telemetry.record import FORMAT, encode_line, encode_window
+from accel_scaler.telemetry.findings import overflow, skips, streak
+from accel_scaler.telemetry.record import FORMAT, decode, encode_line, encode_window
 
 INF, NAN = math.inf, math.nan
 
@@ -253,12 +253,12 @@ def test_headroom_is_counted_in_doublings() -> None:
 
 STREAK = Course(40 + STUCK, lambda i, _: i >= 40, loss=unknown)
 CAUSES = [
-    (seen("forward", "a.wo", "Linear"), "fp32_modules: ['a.wo']"),
+    (seen("forward", "a.wo", "Linear"), "fp32_modules=['a.wo']"),
     (seen("forward"), "in float32,"),
-    (seen("backward", "a", "Linear"), "fp32_modules: ['a']"),
+    (seen("backward", "a", "Linear"), "Next: attach(..., heal=True), "),
     (seen("loss"), "in float32,"),
     (seen("forward", "a", "Net", ("nan", "nan")), "data"),
-    (None, "find_overflow='replay'"),
+    (None, "Next: attach(..., heal=True), which names where it begins, "),
 ]
 
 
@@ -276,10 +276,67 @@ def test_a_run_that_is_stuck_names_where_it_began_and_the_remedy(
     assert f"{finding.title} {finding.text}" in verdict(of)
 
 
+@pytest.mark.parametrize(
+    ("set_in", "settings", "contains"),
+    [
+        (
+            "flags",
+            {},
+            ["Next: accel-scaler launch --heal, ", "; or, by name, --fp32_modules a.act."],
+        ),
+        (
+            "flags",
+            {"fp32_modules": ["*.wo"]},
+            ["launch --heal, ", "; or, by name, --fp32_modules '*.wo,a.act'."],
+        ),
+        (
+            "run.yaml",
+            {"fp32_modules": ["*.wo"]},
+            [
+                "Next: heal: true in the section accel_scaler of run.yaml, ",
+                "; or, by name, fp32_modules: ['*.wo', 'a.act'].",
+            ],
+        ),
+        (
+            "code",
+            {"fp32_modules": ["*.wo"]},
+            ["Next: attach(..., heal=True), ", "; or, by name, fp32_modules=['*.wo', 'a.act']."],
+        ),
+        ("code", {"fp32_modules": 5}, ["fp32_modules=['a.act']"]),
+        ("code", {"fp32_modules": ["*a"]}, ["Next: attach(..., heal=True), "]),
+        (
+            "code",
+            {"heal": True, "fp32_modules": ["b"]},
+            ["heal has found no cure, as the log says. Train in b", "fp32_modules=['b', 'a.act']"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_verdict_is_written_as_the_run_was_set_and_keeps_what_is_in_force(
+    set_in: str, settings: dict[str, Any], contains: list[str], is_file: bool
+) -> None:
+    first = {**seen("forward", "a.act", "Act"), "output": ["inf", "inf"]}
+    records = Course(40, lambda i, _: True, loss=unknown, first=first).records()
+    begun = encode_line("start", format=FORMAT, precision="fp16", set_in=set_in, settings=settings)
+    start = Start(facts={"precision": "fp16", "set_in": set_in}, settings=settings)
+    of = Diagnosis()
+    read = decode(begun.encode()) if is_file else start
+    assert isinstance(read, Start)
+    of.begin(read)
+    for record in records:
+        of.add(record)
+    text = verdict(of)
+    assert text.startswith("Nothing was trained: 40 windows, 40 skipped")
+    for part in contains:
+        assert part in text
+    assert ("by name" in text) == (settings.get("fp32_modules") != ["*a"]), "it holds a.act"
+    assert "learning rate" not in text, "no step was taken at any"
+
+
 def test_without_a_report_of_the_finder_the_names_of_tensors_are_used() -> None:
     named = verdict(diagnosed(replace(STREAK, overflowed=("a.wo.weight", "b"))))
     assert "in: a.wo.weight, b. " in named
-    assert "find_overflow='replay'" in named
+    assert "heal=True" in named
 
 
 def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> None:
@@ -328,10 +385,26 @@ def test_a_run_of_spikes_is_no_fault_of_a_module_and_searches_for_no_scale() -> 
     assert skips(found).text == "62.5 % of the windows trained nothing."
 
 
+def test_a_spike_says_nothing_of_overflows_before_it() -> None:
+    found = Diagnosis()
+    found.begin(Course(scaled=False).start)
+    for index in range(40):
+        is_spike, is_inf = index == 39, index in (10, 20)
+        record = Record(
+            index, 1.0, 1.0, skipped=is_spike or is_inf, grad_norm=INF if is_inf else 1.0
+        )
+        found.add(replace(record, spike=is_spike, found_inf=is_inf))
+    finding = overflow(found)
+    assert finding is not None
+    assert "2 windows (step 10 to step 20)" in finding.title
+    assert "spike" not in finding.text
+    assert "find_overflow='replay'" in finding.text
+
+
 def test_healed_modules_are_the_line_for_the_config() -> None:
     records = Course(30, above(8192), loss=unknown).records()
     records[1] = replace(records[1], healed=("a.wo", "b.wo"))
     text = verdict(live(Course(), records).diagnosis())
     assert text.startswith("Trained: 30 windows, 3 skipped (10 %)")
     assert "a.wo (from step 1 on)" in text
-    assert text.endswith("fp32_modules: ['a.wo', 'b.wo'].")
+    assert text.endswith("fp32_modules=['a.wo', 'b.wo'].")

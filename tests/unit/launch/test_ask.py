@@ -83,7 +83,7 @@ def test_what_is_answered_is_what_is_launched_with(
     out = capsys.readouterr().out
     asked = [line.split()[0] for line in out.splitlines() if line.endswith("]: ")]
     assert asked == [name for name in ASKED for _ in range(1 + (name in ASKED[::2][:2]))]
-    assert "Expected 'sync', 'overlap' or 'delayed'." in out
+    assert "Expected 'sync', 'overlap', 'delayed' or 'auto'." in out
     assert f"accel-scaler launch --config_file {path} train.py" in out
     # Again: Enter keeps what is there, none takes it out.
     answers += ["", "", "none", "", "none"]

@@ -60,7 +60,7 @@ MAX_LINES = {
     "optimizer_step": 1_364,
     "async_optimizer": 5_706,
     "integrations": 1_337,
-    "overflow": 2_086,
+    "overflow": 2_134,
     "telemetry": 1_383,
     "report": 1_026,
     "launch": 458,

@@ -9,10 +9,11 @@ here, for sampler and trainer alike, and the optimizer steps float32 masters. Lo
 added line".
 
 With no arguments it needs no network: a small new Llama is rewarded for writing the letter that it
-is asked for. It prints the mean reward before and after and what the scaler saw, and saves a
-float16 model. `benchmarks/grpo_mismatch.py` measures the mismatch, `docs/reinforcement-learning.md`
-says who sees which parameters. Every argument of TRL's GRPOConfig can be given, or --config with a
-YAML file. On a GPU, with vLLM in the same process (this was never run with vLLM):
+is asked for. A step that overflows runs again, so no rollout is lost. It prints the mean reward
+before and after, how many rollouts that saved and what the scaler saw, and saves a float16 model.
+`benchmarks/grpo_mismatch.py` measures the mismatch, `docs/reinforcement-learning.md` says who sees
+which parameters. Every argument of TRL's GRPOConfig can be given, or --config with a YAML file. On
+a GPU, with vLLM in the same process (this was never run with vLLM):
 
     accelerate launch --config_file accelerate_configs/gpu_fp16.yaml recipes/grpo_fp16.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/DeepMath-103K \
@@ -252,7 +253,8 @@ def main(argv: list[str] | None = None) -> None:
 
     trainer = make_trainer(own, args)
     asked = {"step_mode": own.step_mode, "offload": own.offload}
-    config = replace(ScalerConfig.from_env(), **{k: v for k, v in asked.items() if v})
+    wanted = {"on_overflow": "retry"} | {k: v for k, v in asked.items() if v}
+    config = replace(ScalerConfig.from_env(), **wanted)
     trainer = attach(trainer, config)  # <- the one added line, with its import at the top
 
     say = trainer.accelerator.print
@@ -264,7 +266,12 @@ def main(argv: list[str] | None = None) -> None:
     if found:
         first, last = found[0], found[-1]
         say(f"mean reward of the first {args.logging_steps} steps {first:.3f}, the last {last:.3f}")
-    say(trainer.accelerator.scaler_history.summary())
+    history, step = trainer.accelerator.scaler_history, args.per_device_train_batch_size
+    saved = history.retried * step * args.gradient_accumulation_steps * args.world_size
+    say(
+        f"rollouts saved: {saved} of {history.retried} steps that overflowed; lost: {history.skips}"
+    )
+    say(history.summary())
     trainer.save_model()
     if trainer.is_world_process_zero():
         result = {"rewards": found, "steps": trainer.state.global_step, "dtypes": dtypes}

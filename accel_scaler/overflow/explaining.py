@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,9 +34,11 @@ from ..scaling import (
     parameters_of,
 )
 from .finder import OverflowFinder
+from .headroom import Headroom
 from .heal import Healer
 from .hooks import ForwardListener
-from .rerun import WindowRecording, largest_of, make_again, run_again
+from .recording import WindowRecording
+from .rerun import make_again, run_again
 
 logger = logging.getLogger("accel_scaler")
 
@@ -51,56 +52,8 @@ MAX_WATCHED = 20
 grows once in some thousand windows."""
 
 
-LOOKS = 32
-"""At the largest gradient, between two growths of the scale."""
-
 MAX_RETRIES = 16
 """Of one window; from the usual 65536 that is down to 1."""
-
-
-class Headroom:
-    """How far the largest scaled gradient is from an overflow.
-
-    As TransformerEngine's history of largest elements and OpenSeq2Seq's LogMax it foresees one. A
-    gradient of a parameter says little of those of activations, so where one of those overflows
-    first, the level of that window is the limit, until gradients have been above it and finite.
-    """
-
-    def __init__(self, interval: int) -> None:
-        self._every = max(interval // LOOKS, 1)
-        self._seen: list[tuple[Tensor, float]] = []
-        """Largest elements, shape (), and their scales."""
-        self._limit = torch.finfo(torch.float16).max
-
-    def look(self, parameters: Sequence[Tensor], window: int, scale: float) -> None:
-        """Remember the largest gradient of some windows. Does not synchronise."""
-        if window % self._every == 0:
-            self._seen += [(each, scale) for each in _largest(parameters)]
-
-    def has_overflowed(self, parameters: Sequence[Tensor], factor: float) -> None:
-        """These gradients have, when they were ``factor`` times as large. Synchronises."""
-        largest = max(map(float, _largest(parameters)), default=math.inf)
-        self._limit = min(self._limit, largest * factor)
-
-    def level(self) -> float:
-        """The largest since the last call, unscaled. Synchronises."""
-        seen, self._seen = [(float(largest), scale) for largest, scale in self._seen], []
-        finite = [(x, scale) for x, scale in seen if math.isfinite(x)]
-        if any(x >= self._limit for x, _ in finite):
-            self._limit = torch.finfo(torch.float16).max
-        return max((x / scale for x, scale in finite), default=0.0)
-
-    def is_enough_for(self, level: float) -> bool:
-        """Whether gradients of this size will not overflow, as far as is known."""
-        return level < self._limit
-
-
-def _largest(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """On each device the largest magnitude in any of their gradients."""
-    found: dict[torch.device, list[Tensor]] = {}
-    for each in largest_of(parameters).values():
-        found.setdefault(each.device, []).append(each.float())
-    return [torch.stack(each).amax() for each in found.values()]
 
 
 class OverflowExplainer(Observer):
@@ -223,7 +176,7 @@ class OverflowExplainer(Observer):
         if window.found_inf and window.retries and before is not None and first is not None:
             # No lower scale has helped.
             state = self.scaler.rule.advance(replace(before, scale=first), True)
-        if window.healed:  # the scale did not fall because it was too large
+        elif window.healed:  # the scale did not fall because it was too large
             state = replace(state, scale=max(self._first_scale, state.scale))
         if state != self.scaler.read_state():
             self.scaler.write_state(state)
@@ -329,19 +282,20 @@ class OverflowExplainer(Observer):
 
     def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         recording, state = self.recording, self.scaler.read_state()
-        if not self.retries or recording is None or window.healed:
+        if not self.retries or recording is None:
             return False
         lower = self.scaler.rule.clamp(state.scale * self.scaler.get_backoff_factor())
         is_lost = not all(bool(local(loss).isfinite().all()) for loss in recording.losses)
-        if any(self._gather(is_lost and not recording.obstacle())):
+        is_lost = is_lost and not window.healed and not recording.obstacle()
+        if any(self._gather(is_lost)):
             return False  # no scale helps
         if max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES:
             return False
-        return self._make(window, bad, lower)
+        return self._make(window, bad, lower, changes_model=bool(window.healed))
 
     def _keep_healed(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         """Keep a window that modules in float32 cure, where only losses came from the model."""
-        if self.healer is None or self._explained is window:
+        if self.healer is None or window.healed or self._explained is window:
             return False
         self._find(window)
         if not window.healed:

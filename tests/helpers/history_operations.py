@@ -255,7 +255,7 @@ class Player:
         bad=[False] * 5 + [True],
         plain=(False, False, True),
         thread=[False] * 5 + [True],
-        blows=(False, False, True),
+        blows=(False, True),
     )
     def backward(
         self,
@@ -382,10 +382,11 @@ class Player:
         """
         if not self.may_end or self.setup.fold:
             return False
-        self.settle()
         again = self.clips or parts != WHOLE
         if self.low and (self.clips or (again and self.plain.compensation != "none")):
             return False
+        if any(q.grad is not None for part in parts for _, q in self.chosen(part)):
+            self.settle()  # else nothing is looked at
         is_exact = self.low and parts not in (WHOLE, *APART)
 
         def clip(masters: list[Tensor]) -> Any:
@@ -1083,12 +1084,13 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
         limit=r.choice((None, None, 0.5, "1.25x", "1.25x")),
         # On a device torch's optimizers round bfloat16 in other places.
         masters="fp32" if on_device else r.choice(("auto", "auto", "fp32")),
-        retry=attached and precision == "fp16" and not stock and r.random() < 0.5,
+        retry=attached and precision == "fp16" and not stock and r.random() < 0.3,
     )
     calls: list[Call] = [drawn(r, "save", CHOICES)] if r.random() < 0.5 else []
     for _ in range(r.randint(6, 12)):
         for _ in range(r.choice((0, 1, 1, 1, 1, 2))):
-            calls.append(drawn(r, "backward", CHOICES))
+            made = {"plain": False, "bad": False} if setup.retry and r.random() < 0.8 else {}
+            calls.append(drawn(r, "backward", CHOICES, **made))
             if r.random() < 0.3:
                 others = WITHIN if setup.retry else BETWEEN
                 calls.append(drawn(r, r.choice(others), CHOICES))

@@ -119,6 +119,22 @@ def test_a_healed_run_equals_one_with_the_module_in_float32(
     assert_same(healed, named)
 
 
+@pytest.mark.parametrize("retry", [False, True])
+def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> None:
+    """First the module is put on float32, then the scale is lowered: by the same window, or with
+    skips."""
+    given: dict[str, Any] = {"on_overflow": "retry"} if retry else {}
+    healed, records = train(Net(), 12, heal=True, init_scale=2.0**24, growth_interval=99, **given)
+    assert [r.healed for r in records] == [("sick",)] + [()] * 11
+    skips = sum(r.skipped for r in records)
+    assert records[0].next_scale == (records[-1].scale if retry else 2.0**23)
+    assert (skips == 0) == retry
+    named, _ = train(
+        Net(), 12, skips, fp32_modules=["sick"], init_scale=records[-1].scale, growth_interval=99
+    )
+    assert_same(healed["weights"], named["weights"])
+
+
 def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() -> None:
     healed, records = train(Net(Steep), heal=True)
     assert [r.skipped for r in records] == [True] * 2 + [False] * 6
@@ -273,6 +289,21 @@ def test_a_compiled_model(regional: bool) -> None:
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
     named, _ = train(plain(), 8, 0, fp32_modules=["sick"], dynamo_plugin=plugin)
     assert_same(healed["weights"], named["weights"])
+
+
+def test_a_compiled_model_is_retried() -> None:
+    """Uncompiled, with the same numbers for this backend."""
+
+    def run(scale: float, **settings: Any) -> tuple[Any, Any]:
+        net, plugin = Net(nn.Linear), TorchDynamoPlugin(backend="aot_eager")
+        net.drop = nn.Identity()  # compiled, it draws other numbers
+        return train(net, 4, init_scale=scale, growth_interval=99, dynamo_plugin=plugin, **settings)
+
+    high, records = run(2.0**24, on_overflow="retry")
+    assert records[0].retries > 0
+    assert not any(r.skipped for r in records)
+    low, _ = run(records[-1].scale)
+    assert_same(high["weights"], low["weights"])
 
 
 def test_a_model_that_the_loop_compiled_is_not_said_to_be_past_cure(

@@ -372,3 +372,185 @@ def test_gradients_that_would_be_others_are_not_made(
     assert caplog.text.count("cannot be made again") == caplog.text.count(reason) == 1
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0)
+
+
+# --- what cannot be made again ------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Its gradient is 2 ** ``power``, through a float16 activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.calls = nn.Parameter(torch.ones(4)), 0
+
+    def forward(self, x: Tensor, loss: bool = True) -> Tensor:
+        out = (self.w.half() * x).float()
+        return out.sum() if loss else out
+
+
+class Counting(Plain):
+    def forward(self, x: Tensor, loss: bool = True) -> Tensor:
+        self.calls += 1
+        return super().forward(x, loss) * (1 + self.calls / 64)
+
+
+class Average(Plain):
+    """Writes to a parameter, by one way or the other."""
+
+    how = "in place"
+
+    def forward(self, x: Tensor, loss: bool = True) -> Tensor:
+        with torch.no_grad():
+            if self.how == "in place":
+                self.w.mul_(0.5)
+            else:
+                self.w.data = self.w.data * 0.5
+        return super().forward(x, loss)
+
+
+class Swapped(Average):
+    how = "data"
+
+
+class Once(Plain):
+    def forward(self, x: Tensor, loss: bool = True) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("only once")
+        return super().forward(x, loss)
+
+
+def edited(accelerator: Any, model: Any, x: Tensor) -> None:
+    model.w.grad.mul_(0.5)
+
+
+def replaced(accelerator: Any, model: Any, x: Tensor) -> None:
+    model.w.grad = model.w.grad * 0.5
+
+
+def input_changed(accelerator: Any, model: Any, x: Tensor) -> None:
+    x.add_(1)
+
+
+def by_hand(accelerator: Any, model: Any, x: Tensor) -> None:
+    accelerator.scaler.unscale_(accelerator._optimizers[0].optimizer)
+
+
+def added_by_hand(accelerator: Any, model: Any, x: Tensor) -> None:
+    accelerator.scaler.scale(model(x)).backward()
+
+
+def parameters_changed(accelerator: Any, model: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        model.w.mul_(1.0)
+
+
+def nothing(accelerator: Any, model: Any, x: Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "between", "why"),
+    [
+        (Counting, nothing, "another output"),
+        (Average, nothing, "writes to its parameters"),
+        (Swapped, nothing, "writes to its parameters"),
+        (Once, nothing, "RuntimeError: only once"),
+        (Plain, edited, "changed after the backward"),
+        (Plain, replaced, "changed after the backward"),
+        (Plain, input_changed, "changed in place"),
+        (Plain, by_hand, "GradScaler.unscale_"),
+        (Plain, added_by_hand, "changed after the backward"),
+        (Plain, parameters_changed, "parameters were changed"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_window_that_cannot_be_made_again_is_skipped_and_told_once(
+    kind: type[Plain], between: Any, why: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing else is lost: parameters are as before, the scale is halved once."""
+    given = {"on_overflow": "retry", "init_scale": 2.0**16, "find_overflow": "off"}
+    with attached(None, **given, **MODES[mode]) as accelerator:
+        net = kind()
+        model = accelerator.prepare(net)
+        optimizer = accelerator.prepare(sgd(net.parameters(), lr=2.0**-8, momentum=0.0))
+        for _ in range(2):
+            x = torch.full((4,), 2.0**2)
+            loss = model(x)
+            accelerator.backward(loss)
+            between(accelerator, model, x)
+            before = net.w.detach().clone()
+            optimizer.step()
+            assert torch.equal(net.w, before)
+            optimizer.zero_grad()
+            net.calls = 0
+        records = list(accelerator.scaler_history.records)
+        assert [(r.skipped, r.scale, r.next_scale) for r in records] == [
+            (True, 2.0**16, 2.0**15),
+            (True, 2.0**15, 2.0**14),
+        ]
+        accelerator.backward(model(torch.ones(4)))
+        optimizer.step()
+        optimizer.synchronize()
+        assert not optimizer.step_was_skipped
+        assert not torch.equal(net.w, before)
+    assert caplog.text.count("cannot be made again") == 1
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("x", "expected", "retries"),
+    [
+        (float("inf"), (2.0**16, 2.0**15), 0),
+        (2.0**20, (1.0, 2.0**15), 16),  # beyond float16 at a scale of 1, too
+    ],
+)
+def test_what_no_scale_cures_is_an_ordinary_skip_and_explained(
+    x: float, expected: tuple[float, float], retries: int
+) -> None:
+    """Once halved; and not taken for a sick scale by the next window."""
+    given = {"on_overflow": "retry", "init_scale": 2.0**16}
+    with attached(None, **given) as accelerator:
+        net = Plain()
+        model = accelerator.prepare(net)
+        optimizer = accelerator.prepare(sgd(net.parameters(), lr=2.0**-8))
+        loss = model(torch.full((4,), 2.0**-4)) * x
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        optimizer.zero_grad()
+        (record,) = accelerator.scaler_history.records
+        assert (record.scale, record.next_scale) == expected
+        assert (record.retries, record.skipped) == (retries, True)
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
+    """Only one of them overflows, perhaps the one that steps last: both step at the lower scale."""
+
+    def run(scale: float, **settings: Any) -> tuple[Any, list[Any]]:
+        with attached(None, init_scale=scale, **settings) as accelerator:
+            nets = Plain(), Plain()
+            models = accelerator.prepare(*nets)
+            optimizers = accelerator.prepare(*(sgd(n.parameters(), lr=2.0**-8) for n in nets))
+            for _ in range(3):
+                sizes = (1.0, 2.0**4) if second else (2.0**4, 1.0)
+                parts = [m(torch.full((4,), s)) for m, s in zip(models, sizes, strict=True)]
+                accelerator.backward(parts[0] + parts[1])
+                for net, optimizer in zip(nets, optimizers, strict=True):
+                    if clip is not None:
+                        accelerator.clip_grad_norm_(net.parameters(), clip)
+                    optimizer.step()
+                    assert not optimizer.step_was_skipped
+                    optimizer.zero_grad()
+            records = list(accelerator.scaler_history.records)
+            return [net.w.detach().clone() for net in nets], records
+
+    high, records = run(2.0**16, on_overflow="retry")
+    low, plain = run(records[-1].scale)
+    assert not any(r.skipped for r in (*records, *plain))
+    assert records[-1].scale == 2.0**11
+    assert_same(high, low)

@@ -56,16 +56,16 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_252,
-    "optimizer_step": 1_364,
-    "async_optimizer": 5_706,
-    "integrations": 1_337,
-    "overflow": 2_134,
-    "telemetry": 1_383,
-    "report": 1_026,
-    "launch": 458,
+    "scaling": 2_222,
+    "optimizer_step": 1_900,
+    "async_optimizer": 4_981,
+    "integrations": 1_361,
+    "overflow": 2_852,
+    "telemetry": 1_384,
+    "report": 1_032,
+    "launch": 464,
     "selftest": 676,
-    "": 971,
+    "": 997,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

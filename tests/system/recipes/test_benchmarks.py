@@ -31,7 +31,7 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
     "host_step": (["--repeats", "1"], rf"^tiny +\w+ +\w+, [a-z ]+\d({NUMBER}){{4}}$", 54),
     "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),
-    "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{4}}$", 4),
+    "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{5}}$", 4),
     "load": (LOAD, rf"MB({NUMBER}){{10}}", 1),
     "convergence": (CONVERGENCE, r"^\| half, 2 \|.*\| (sync|overlap|delayed)", 8),
     "grpo_mismatch": (MISMATCH, r"^\| (bf16|fp16) ", 3),

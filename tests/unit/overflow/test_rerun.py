@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.overflow import rerun
-from accel_scaler.overflow.rerun import WindowRecording, run_again
+from accel_scaler.overflow import recording as module
+from accel_scaler.overflow.recording import WindowRecording
+from accel_scaler.overflow.rerun import run_again
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +86,7 @@ def test_an_input_that_was_changed_in_place(inside: bool) -> None:
 
 def test_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in one forward nor where a loop never steps; the next window is recorded again."""
-    monkeypatch.setattr(rerun, "MAX_BYTES", 4 * rerun.BYTES_OF_RANDOM_STATE)
+    monkeypatch.setattr(module, "MAX_BYTES", 4 * module.BYTES_OF_RANDOM_STATE)
     net, refs = Net(), []
     recording = recorded(net)
     for size in (2, 1 << 12):

@@ -14,10 +14,12 @@ import telemetry_files as t
 from accel_scaler.report.charts import MAX_MARKS, MAX_RATES, Chart, charts
 from accel_scaler.report.heatmap import MAX_ROWS, HeatMap, heatmap, shorten
 from accel_scaler.report.html import MAX_SESSIONS, html_page, page_data
+from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
 from accel_scaler.report.samples import MAX_BINS, Bins
 from accel_scaler.telemetry import Record
+from accel_scaler.telemetry.findings import skips
 
 NAMES = ["loss", "scale", "norm", "lr", "time", "largest"]
 
@@ -70,6 +72,19 @@ def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path
     assert "1 spikes" in page
     for word in ("fp16", "float16", "oss scal", "growth"):
         assert word not in page.split("<h2>Settings")[0], word
+
+
+def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_path: Path) -> None:
+    lines = windows(6)
+    for step in (0, 3):
+        lines[step + 1] |= {"retries": 2, "first_scale": 262144.0, "retry_us": 250_000}
+    lines[5] |= {"retries": 16, "first_scale": 65536.0, "retry_us": 500_000} | {"skipped": True}
+    run = read(tmp_path, lines)
+    marks = {each.label: each.bins for each in chart("scale", run).marks}
+    assert marks == {"1 skipped window": [4], "2 windows run again": [0, 3]}
+    (again,) = [each for each in key_numbers(run) if "again" in each.name]
+    assert (again.value, again.more[:4]) == ("2", "1 s;")
+    assert "2 windows overflowed and ran again, in 1 s; batches lost: 1." in skips(run).title
 
 
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:

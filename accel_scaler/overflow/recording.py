@@ -522,11 +522,11 @@ class WindowRecording(ForwardListener):
 
 def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
-    of a sparse one 1. Does not synchronise."""
+    0 of an empty one. Does not synchronise."""
     found = {}
     for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
-        is_plain = grad.numel() > 0 and not grad.is_sparse
-        ends = torch.stack(torch.aminmax(grad)) if is_plain else torch.ones(1)
+        values = grad._values() if grad.is_sparse else grad
+        ends = torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(1)
         found[id(p)] = ends.abs().amax()
     return found
 

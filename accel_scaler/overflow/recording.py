@@ -281,11 +281,11 @@ class WindowRecording(ForwardListener):
         now = {key: float(each) for key, each in largest_of(parameters).items()}
         largest = max(filter(math.isfinite, now.values()), default=0.0)
         for p in parameters:
-            then, again = float(self.largest.get(id(p), 0.0)), now.get(id(p), 0.0)
+            then, again = float(self.largest[id(p)]), now.get(id(p), 0.0)
             if then != 0.0 and not self._are_changed([p]):
                 return "a parameter got its gradient otherwise than by a forward"
             away = min(abs(again - then * factor), abs(again - then * scale))
-            if math.isfinite(away) and away > 0.01 * largest:
+            if math.isfinite(away) and away > 0.01 * largest * bool(then):
                 return "a finite gradient came out otherwise: it was changed, or made by a hook"
         return ""
 

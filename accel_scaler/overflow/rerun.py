@@ -92,7 +92,8 @@ def make_again(
         _buffers_as_before(recording.used, changes_model),
     ):
         try:
-            recording.largest = largest_of(parameters) | recording.largest
+            none = dict.fromkeys(map(id, parameters), torch.zeros(()))
+            recording.largest = none | largest_of(parameters) | recording.largest
             for grad in gradients_of(parameters):
                 grad.zero_()  # the same tensor: it may be a view of a bucket, or have some
             recording.note(parameters)

@@ -321,9 +321,11 @@ def loosely(use: str) -> Backwards:
         kept: list[Tensor] = []
         if use == "hook on the output":
             model.register_forward_hook(lambda _, args, out: out * 2)
+        model.first.requires_grad_(use != "frozen")
         handle = model.first.register_forward_hook(lambda _, args, out: kept.append(out))
         out = model(x * model.prompt if use == "prompt" else x, y if use == "generator" else None)
         handle.remove()
+        model.first.requires_grad_(True)
         if use == "checkpoint":
             out = checkpoint(model.spare, out, use_reentrant=True)
         loss = (out - y).square().mean() * 8
@@ -351,6 +353,7 @@ def loosely(use: str) -> Backwards:
         ("features", "outside of a prepared model's forward"),
         ("checkpoint", "otherwise than by a forward"),
         ("grad.data", "it was changed"),
+        ("frozen", "it was changed"),
         ("generator", "another output"),
         ("evaluation", "another output"),
         ("hook on the output", "another output"),

@@ -332,7 +332,7 @@ class OverflowExplainer(Observer):
             factor = scale / window.first_scale
             try:
                 why = make_again(
-                    recording, params, passing, self.around_backward, factor, changes_model
+                    recording, params, passing, self.around_backward, scale, factor, changes_model
                 )
             except Exception as error:  # the model's own, or out of memory; it is logged
                 if has_ranks:

@@ -7,6 +7,7 @@ Nothing is read from the device; only buffers that forwards write to are copied.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import weakref
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -65,9 +66,7 @@ class _Kept(NamedTuple):
     version: int
     requires_grad: bool = False
     source: Source | None = None
-    """It is what this forward had returned,"""
-    given: Tensor | None = None
-    """with its graph."""
+    """It is what this forward had returned."""
 
 
 @dataclass(eq=False, slots=True)
@@ -91,8 +90,10 @@ class ForwardCall:
     buffers: list[_Buffer]
     grads: dict[int, _Kept] = field(default_factory=dict)
     """By the number of the tensor of the output."""
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    """The single numbers among these tensors."""
+    last: dict[int, Tensor] = field(default_factory=dict)
+    """The last element of these tensors."""
+    roots: list[Any] = field(default_factory=list)
+    """The graph that inputs came with: nodes, and the numbers of their outputs."""
 
 
 T = TypeVar("T")
@@ -144,6 +145,8 @@ class WindowRecording(ForwardListener):
         self.left_out = ""
         """Why a forward was not recorded."""
         self.makes_again = makes_again
+        self.frozen: list[set[int]] = []
+        """For each backward, the ``id`` of parameters that did not require gradients."""
         self.synced: list[bool] = []
         """For each backward, whether gradients came out of it: FSDP2 may keep them to itself."""
         self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
@@ -160,12 +163,14 @@ class WindowRecording(ForwardListener):
         """Of every parameter, before the first backward."""
         self.held: dict[int, Tensor] = {}
         """By the ``id`` of a parameter: the norm of the gradient that it had before the window."""
+        self.largest: dict[int, Tensor] = {}
+        """The same of the gradient that the window has given it."""
         self._outputs: Any = WeakTensorKeyDictionary()
         """What forwards have returned, and its ``Source``."""
-        self._roots: list[Any] = []
-        """The nodes of losses, where a forward was given what another one had returned."""
-        self._ends: list[Any] = []
-        """Those of what such a forward has returned."""
+        self._outside: set[Source] = set()
+        """Outputs that code outside of recorded forwards has made a loss or an input of."""
+        self._key = object()
+        """In the metadata of the nodes of outputs."""
         self._buffers: dict[tuple[int, str], _Buffer] = {}
         """Each as it was before the last forward of its model."""
         self._written: set[tuple[int, str]] = set()
@@ -215,13 +220,34 @@ class WindowRecording(ForwardListener):
         self._count(_bytes(loss))
         if not self.left_out:
             self.losses.append(loss.detach())
-            if self._ends:
-                self._roots.append(loss.grad_fn)
+            if self.makes_again and not self.changed:
+                self._look_outside(loss)
+
+    def _look_outside(self, loss: Tensor) -> None:
+        """Walk the graph of ``loss`` but for recorded forwards: what a parameter gets from there
+        would be lost where gradients are made again."""
+        seen, left = set[Any](), [(loss.grad_fn, 0)]
+        while left:
+            node, place = left.pop()
+            source = None if node is None else _sources(node, self._key).get(place)
+            if source is not None:
+                self._outside.add(source)
+            if node is None or (node, place) in seen:
+                continue
+            seen.add((node, place))
+            if source is not None:
+                left += source[0].roots
+            elif issubclass(type(getattr(node, "variable", None)), Parameter):
+                self.changed = "parameters were used outside of a prepared model's forward"
+                return
+            else:
+                left += node.next_functions
 
     def look_at(self, parameters: Sequence[Tensor]) -> None:
         """Call before each backward. What changes gradients between two of them, or before the
         check, would be lost where they are made again. Does not synchronise."""
         versions = list(map(_version, parameters))
+        self.frozen.append({id(p) for p in parameters if not p.requires_grad})
         if self.backwards <= 1:
             self.held, self._versions = largest_of(parameters), versions
         elif versions != self._versions:
@@ -249,9 +275,19 @@ class WindowRecording(ForwardListener):
         grads = [(id(p), p.grad) for p in parameters]
         self._grads |= {key: (g, _version(g)) for key, g in grads}
 
-    def without(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Those to which the window's backwards have given no gradient."""
-        return [p for p in parameters if self._grads.get(id(p), (p, 0))[0] is None]
+    def difference(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
+        """What tells gradients that were made again from those of the window, in which they may
+        have been unscaled already. Synchronises."""
+        now = {key: float(each) for key, each in largest_of(parameters).items()}
+        largest = max(filter(math.isfinite, now.values()), default=0.0)
+        for p in parameters:
+            then, again = float(self.largest[id(p)]), now.get(id(p), 0.0)
+            if then != 0.0 and not self._are_changed([p]):
+                return "a parameter got its gradient otherwise than by a forward"
+            away = min(abs(again - then * factor), abs(again - then * scale))
+            if math.isfinite(away) and away > 0.01 * largest * bool(then):
+                return "a finite gradient came out otherwise: it was changed, or made by a hook"
+        return ""
 
     def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
         known = self._grads
@@ -329,8 +365,6 @@ class WindowRecording(ForwardListener):
             later = {id(p) for o in steps for p in parameters_of(o)}
             if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
                 return "its parameters were updated since a forward of an earlier window"
-        if any(p.grad is not None and not p.requires_grad for p in parameters):
-            return "a parameter was frozen after the backward"
         if self.dirty.intersection(map(id, parameters)):
             return "its gradients were added to those of an earlier window"
         return ""
@@ -354,27 +388,10 @@ class WindowRecording(ForwardListener):
                 is_finite = bool(local(grad.tensor).isfinite().all())
                 if is_finite and not changes_model:
                     continue
-                if (call, number) in inner.difference(self._used_outside() if inner else ()):
+                if (call, number) in inner - self._outside:
                     found.add((call, number))
-                elif number not in call.losses or not is_finite:
+                elif grad.tensor.numel() != 1 or not is_finite:
                     return None
-        return found
-
-    def _used_outside(self) -> set[Source]:
-        """Outputs that code outside of recorded forwards has made a loss of."""
-        found, seen = set[Source](), set(self._ends)
-        edges: dict[tuple[Any, int], Source] = {}
-        for each in (each for call in self.used for each in call.inputs):
-            if each.source is not None and each.given is not None:
-                edges[each.given.grad_fn, each.given.output_nr] = each.source
-        left = [(node, 0) for node in self._roots]
-        while left:
-            node, place = left.pop()
-            if (node, place) in edges:
-                found.add(edges[node, place])
-            elif node is not None and node not in seen:
-                seen.add(node)
-                left += node.next_functions
         return found
 
     @torch.no_grad()
@@ -412,19 +429,23 @@ class WindowRecording(ForwardListener):
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
                 # The graph keeps the call, so that a backward in a later window finds it.
-                hook: Any = Hook(self, "add_gradient", call, number)
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-                if tensor.numel() == 1:
-                    call.losses[number] = tensor.detach()
+                # As a node's, it comes after those of the script on the tensor.
+                node, place = tensor.grad_fn, tensor.output_nr
+                node.register_prehook(Hook(self, "add_gradient", call, number, place))
+                if self.makes_again:
+                    _sources(node, self._key)[place] = call, number
+                    if not isinstance(module, torch._dynamo.OptimizedModule):
+                        call.last |= last_of(tensor, number)
                 if self.makes_again and len(self.models) > 1:
                     self._outputs[tensor] = call, number
-                    if any(each.source for each in call.inputs):
-                        self._ends.append(tensor.grad_fn)
         self._add(call, len(self.calls))
 
-    def add_gradient(self, call: ForwardCall, number: int, grad: Any) -> None:
+    def add_gradient(self, call: ForwardCall, number: int, place: int, grads: Any) -> None:
+        grad = grads[place]
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
+        if self.makes_again and self.backwards == len(self.synced):
+            return  # torch.autograd.grad: parameters get nothing
         if call not in self.calls:  # of an earlier window, as a generator's
             self._add(call, 0)
         self._count(_bytes(grad))
@@ -440,13 +461,17 @@ class WindowRecording(ForwardListener):
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall | None:
-        inputs: list[_Kept] = []
+        inputs, roots = list[_Kept](), list[Any]()
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
             source = self._outputs.get(tensor) if self._outputs else None
-            given = None if source is None else tensor
-            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source, given))
+            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source))
+            if source is not None:
+                roots.extend(source[0].roots)
+            elif self.makes_again and tensor.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(tensor)
+                roots.append((edge.node, edge.output_nr))
             return plain
 
         try:
@@ -473,6 +498,7 @@ class WindowRecording(ForwardListener):
             autocast,
             self._forwards,
             self._keep_buffers([unwrap(module)]) if self.makes_again else [],
+            roots=roots,
         )
 
     def _add(self, call: ForwardCall, place: int) -> None:
@@ -490,19 +516,32 @@ class WindowRecording(ForwardListener):
     def _drop(self) -> None:
         for call in self.calls:
             call.grads.clear()  # a graph may keep the call
-        self.calls, self.losses, self.synced, self._roots = [], [], [], []
-        self._ends, self._grads, self.held = [], {}, {}
+        self.calls, self.losses, self.synced, self.frozen = [], [], [], []
+        self._outside, self._grads, self.held, self.largest = set(), {}, {}, {}
 
 
 def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
-    of a sparse one 1. Does not synchronise."""
+    0 of an empty one. Does not synchronise."""
     found = {}
     for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
-        is_plain = grad.numel() > 0 and not grad.is_sparse
-        ends = torch.stack(torch.aminmax(grad)) if is_plain else torch.ones(1)
+        values = grad._values() if grad.is_sparse else grad
+        ends = torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(1)
         found[id(p)] = ends.abs().amax()
     return found
+
+
+def _sources(node: Any, key: object) -> dict[int, Source]:
+    """The outputs of forwards among those of a node."""
+    found: dict[int, Source] = node.metadata.setdefault(key, {})
+    return found
+
+
+def last_of(tensor: Tensor, number: int) -> dict[int, Tensor]:
+    """Its last element by ``number``, shape (); nothing where it has none of its own."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
+        return {}
+    return {number: tensor.detach()[(-1,) * tensor.dim()].clone()}
 
 
 def _bytes(tensor: Tensor) -> int:

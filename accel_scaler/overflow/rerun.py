@@ -21,7 +21,7 @@ from ..models import as_replay, is_fsdp2
 from ..scaling import Origin, gradients_of
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
-from .recording import ForwardCall, Source, WindowRecording, random_state
+from .recording import ForwardCall, Source, WindowRecording, largest_of, last_of, random_state
 
 
 def run_again(
@@ -65,6 +65,7 @@ def make_again(
     parameters: Sequence[Tensor],
     passing: set[Source],
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+    scale: float = 1.0,
     factor: float = 1.0,
     changes_model: bool = False,
 ) -> str:
@@ -76,7 +77,8 @@ def make_again(
     Args:
         recording: one without an obstacle.
         passing: outputs to whose gradients nothing is added; see :meth:`WindowRecording.passing`.
-        factor: what the gradients of the other outputs are multiplied by: another scale.
+        scale: that of the new gradients.
+        factor: what the gradients of the other outputs are multiplied by for that.
         changes_model: the outputs may be others than those of the window.
 
     Raises:
@@ -84,13 +86,17 @@ def make_again(
     """
     models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
+    flags = [p.requires_grad for p in parameters]
     with (
         _restored(models, recording.used[0].device, {id(p) for p in parameters}) as writes,
         _buffers_as_before(recording.used, changes_model),
     ):
         try:
+            none = dict.fromkeys(map(id, parameters), torch.zeros(()))
+            recording.largest = none | largest_of(parameters) | recording.largest
             for grad in gradients_of(parameters):
                 grad.zero_()  # the same tensor: it may be a view of a bucket, or have some
+            recording.note(parameters)
             for number, forwards in enumerate(
                 _micro_batches(
                     recording,
@@ -100,6 +106,8 @@ def make_again(
                     None if recording.is_proven else writes,
                 )
             ):
+                for p in parameters:
+                    p.requires_grad_(id(p) not in recording.frozen[number])
                 seeded = [(root, seed * factor) for root, seed in forwards()]
                 for model in sharded:
                     model.set_requires_gradient_sync(recording.synced[number], recurse=False)
@@ -109,14 +117,16 @@ def make_again(
             for p in parameters:
                 p.grad = None
             raise
-        for p in recording.without(parameters):  # it was unfrozen since
-            p.grad = None
+        finally:
+            for p, flag in zip(parameters, flags, strict=True):
+                p.requires_grad_(flag)
+        why = "" if changes_model else recording.difference(parameters, scale, factor)
         recording.note(parameters)
     recording.is_proven = not writes.has_written
     if writes.has_written:
         return "its forward writes to its parameters"
     are_same = changes_model or all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
-    return "" if are_same else "its forward gave another loss: it has state of its own"
+    return why if are_same else "its forward gave another output: it has state of its own"
 
 
 def _micro_batches(
@@ -127,8 +137,8 @@ def _micro_batches(
     writes: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
     """For each backward of the window what runs its forwards, and returns their outputs and what
-    came to these. Losses, and what they were, are added to ``pairs``. ``writes`` is entered around
-    each forward."""
+    came to these. Elements of outputs, and what they were, are added to ``pairs``. ``writes`` is
+    entered around each forward."""
     for number in range(max(recording.backwards, 1)):
 
         def forwards(number: int = number) -> list[tuple[Tensor, Tensor]]:
@@ -148,8 +158,8 @@ def _micro_batches(
                         made[call, n] = outputs[n]
                     else:
                         seeded.append((outputs[n], grad.tensor))
-                    if pairs is not None and n in call.losses:
-                        pairs.append((outputs[n].detach(), call.losses[n]))
+                    if pairs is not None and n in call.last:
+                        pairs.append((last_of(outputs[n], n)[n], call.last[n]))
             return seeded
 
         yield forwards

@@ -275,6 +275,108 @@ def test_the_scale_grows_where_there_is_room(
     assert (f"{again} window" in verdict and "batches lost: 0" in verdict) == bool(again)
 
 
+def looked_at(accelerator: Any, model: Any, number: int) -> list[float]:
+    """The script takes gradients of its own, and halves what comes to an output."""
+    x, y = rows(number)
+    ahead = x.clone().requires_grad_()
+    (direction,) = torch.autograd.grad((model(ahead) - y).square().mean(), ahead)
+    out = model(x + direction.sign())
+    out.register_hook(lambda grad: grad / 2)
+    loss = (out - y).square().mean() * 16
+    torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    accelerator.backward(loss)
+    return [loss.item()]
+
+
+def frozen_for_one(accelerator: Any, model: Any, number: int) -> list[float]:
+    """Of two losses a window; then it learns again."""
+    model.first.requires_grad_(False)
+    losses = by_script(accelerator, model, number)
+    model.first.requires_grad_(True)
+    return losses + by_model(accelerator, model, number + 50)
+
+
+@pytest.mark.parametrize("backwards", [looked_at, frozen_for_one])
+def test_what_scripts_do_beside_a_forward(backwards: Backwards) -> None:
+    assert_no_window_is_lost(backwards=backwards, accumulation=2)
+
+
+class Loose(Net):
+    """Parts of it are used outside of its forward, or make that another one each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare, self.prompt = nn.Linear(1, 1), nn.Parameter(torch.ones(8))
+        self.own = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        if y is None:
+            return super().forward(x)
+        return super().forward(x + torch.randn(x.shape, generator=self.own))
+
+
+def loosely(use: str) -> Backwards:
+    def backwards(accelerator: Any, model: Any, number: int) -> list[float]:
+        x, y = rows(number)
+        kept: list[Tensor] = []
+        if use == "hook on the output":
+            model.register_forward_hook(lambda _, args, out: out * 2)
+        model.first.requires_grad_(use != "frozen")
+        handle = model.first.register_forward_hook(lambda _, args, out: kept.append(out))
+        out = model(x * model.prompt if use == "prompt" else x, y if use == "generator" else None)
+        handle.remove()
+        model.first.requires_grad_(True)
+        if use == "checkpoint":
+            out = checkpoint(model.spare, out, use_reentrant=True)
+        loss = (out - y).square().mean() * 8
+        if use == "penalty":
+            loss = loss + 0.01 * model.last.weight.square().sum()
+        if use == "features":
+            loss = loss + kept[0].square().mean()
+        accelerator.backward(loss)
+        if use == "evaluation":
+            model.eval()
+        if use == "grad.data":
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.data.mul_(2)
+        return [loss.item()]
+
+    return backwards
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        ("penalty", "outside of a prepared model's forward"),
+        ("prompt", "outside of a prepared model's forward"),
+        ("features", "outside of a prepared model's forward"),
+        ("checkpoint", "otherwise than by a forward"),
+        ("grad.data", "it was changed"),
+        ("frozen", "it was changed"),
+        ("generator", "another output"),
+        ("evaluation", "another output"),
+        ("hook on the output", "another output"),
+    ],
+)
+def test_gradients_that_would_be_others_are_not_made(
+    use: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They came from elsewhere too, or the forward is another one by now: the window is skipped."""
+    model = Loose()
+    before = copy.deepcopy(model.state_dict())
+    # Changes are seen in gradients that were finite, of which 2**16 leaves none.
+    given = {"on_overflow": "retry", "init_scale": 2.0 ** (13 if use == "grad.data" else 16)}
+    with attached(None, **given) as accelerator:
+        model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+        loosely(use)(accelerator, model, 0)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+    assert caplog.text.count("cannot be made again") == caplog.text.count(reason) == 1
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name], rtol=0, atol=0)
+
+
 # --- what cannot be made again ------------------------------------------------------------------
 
 
@@ -347,10 +449,6 @@ def parameters_changed(accelerator: Any, model: Any, x: Tensor) -> None:
         model.w.mul_(1.0)
 
 
-def frozen(accelerator: Any, model: Any, x: Tensor) -> None:
-    model.w.requires_grad_(False)
-
-
 def nothing(accelerator: Any, model: Any, x: Tensor) -> None:
     pass
 
@@ -358,7 +456,7 @@ def nothing(accelerator: Any, model: Any, x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "between", "why"),
     [
-        (Counting, nothing, "another loss"),
+        (Counting, nothing, "another output"),
         (Average, nothing, "writes to its parameters"),
         (Swapped, nothing, "writes to its parameters"),
         (Once, nothing, "RuntimeError: only once"),
@@ -368,7 +466,6 @@ def nothing(accelerator: Any, model: Any, x: Tensor) -> None:
         (Plain, by_hand, "GradScaler.unscale_"),
         (Plain, added_by_hand, "changed after the backward"),
         (Plain, parameters_changed, "parameters were changed"),
-        (Plain, frozen, "frozen"),
     ],
 )
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
@@ -390,7 +487,6 @@ def test_a_window_that_cannot_be_made_again_is_skipped_and_told_once(
             optimizer.step()
             assert torch.equal(net.w, before)
             optimizer.zero_grad()
-            net.w.requires_grad_(True)
             net.calls = 0
         records = list(accelerator.scaler_history.records)
         assert [(r.skipped, r.scale, r.next_scale) for r in records] == [

@@ -33,7 +33,7 @@ def run(folder: Path, *flags: str, ranks: int = 1, end: bool = True) -> tuple[An
     code, out, err = launching.run([*OURS, *where, *flags, *script], folder, **extra)
     assert code == 0, err
     (facts,) = facts_in(out)
-    return facts, err.splitlines()
+    return facts, [line.removeprefix("accel_scaler: ") for line in err.splitlines()]
 
 
 def verdicts(lines: list[str]) -> list[str]:

@@ -95,6 +95,17 @@ def resume(row: str) -> Result:
     return compare(row, rest._replace(windows=first.windows + rest.windows), trained(case))
 
 
+def retried(row: str) -> Result:
+    """From a scale that overflows; beside a run from one that does not. The scales stay apart."""
+    settings = {"on_overflow": "retry", "init_scale": 2.0**24}
+    both = [trained(Case(each)) for each in (settings, {})]
+    got, expected = (
+        seen._replace(windows=[window._replace(scale=1.0) for window in seen.windows])
+        for seen in both
+    )
+    return compare(row, got, expected)
+
+
 def ranks(row: str) -> Result:
     """Each has rows of its own, the last one alone overflows: all skip, and stay alike."""
     every = gather_object([trained(CASES["overlap is sync"])])
@@ -112,6 +123,7 @@ def hidden(size: int, row: str) -> Result:
 ROWS: dict[str, Callable[[str], Result]] = {
     "scaler is torch's": beside_torchs_scaler,
     **dict.fromkeys(CASES, beside_plain_torch),
+    "retry loses no batch": retried,
     "save and resume": resume,
     "ranks agree": ranks,
 }

@@ -23,6 +23,7 @@ from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.optimizer_step.blocks import Run
 from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.clipping import Clipping
+from accel_scaler.overflow import OverflowExplainer
 from accel_scaler.scaling import GradScaler
 from accel_scaler.scaling.update_rule import Rule
 from accel_scaler.selftest import estimate, rows
@@ -49,7 +50,7 @@ def careless(make: Any) -> Any:
 
 
 def doubled(shares: Any) -> Any:
-    return lambda *args: {k: v._replace(rate=2 * v.rate) for k, v in shares(*args).items()}
+    return lambda *args: [share._replace(rate=2 * share.rate) for share in shares(*args)]
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
@@ -61,6 +62,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "offload": (Run, "step", unpublished),
     "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
     "bfloat16 weights": (Boundary, "__init__", careless),
+    "retry loses no batch": (OverflowExplainer, "make_again", lambda _: lambda *args: False),
     "save and resume": (GradScaler, "load_state_dict", lambda _: lambda *args: None),
 }
 """A fault of the package for each row: an attribute, and what takes its place."""

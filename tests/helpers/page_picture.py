@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,9 @@ def chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("asyncio-waitpid"):  # asyncio's, for the browser that has ended
+            thread.join(10)
 
 
 def main(page: Path, picture: Path) -> None:

@@ -451,8 +451,11 @@ def _add_shares(run: Run, block: Block, shares: Sequence[Share], factors: Sequen
     torch._foreach_copy_(sums, block.previews or block.targets)
     if min(limits) < MAX_LIMIT:
         most = [min(limit, MAX_LIMIT) for limit in limits]
-        torch._foreach_clamp_max_(grads, most)
-        torch._foreach_clamp_min_(grads, [-limit for limit in most])
+        if len(grads) == 1:  # in one operation
+            grads[0].clamp_(-most[0], most[0])
+        else:
+            torch._foreach_clamp_max_(grads, most)
+            torch._foreach_clamp_min_(grads, [-limit for limit in most])
     # With the rates as tensors the kernel rounds once, as add_ does with ``alpha``.
     torch._foreach_addcmul_(sums, grads, torch.tensor(rates, device=sums[0].device).unbind())
     torch._foreach_copy_(block.targets, sums)

@@ -80,7 +80,10 @@ class Trial:
 def _held(device: torch.device) -> Counter[str]:
     """Bytes of all tensors that Python can see, each memory once: on the device and elsewhere."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    kinds = {kind for kind in map(type, gc.get_objects()) if issubclass(kind, Tensor)}
+    # Others, as a compiler's, have no memory.
+    kinds = {kind for kind in kinds if kind.__torch_dispatch__ == Tensor.__torch_dispatch__}
+    tensors = [each for each in gc.get_objects() if type(each) in kinds]
     storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
     held: Counter[str] = Counter()
     for kind, _, size in {(s.device.type, s.data_ptr(), s.nbytes()) for s in storages}:

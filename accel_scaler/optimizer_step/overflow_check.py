@@ -174,6 +174,7 @@ class OverflowCheck:
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
+        stepper.wait_for_gradients()  # its last step may still read those, if nothing was added
         keeps_scaled = stepper.keeps_scaled
         self._forbid_common(optimizer, keeps_scaled)
         if is_sharded(parameters_of(optimizer)):

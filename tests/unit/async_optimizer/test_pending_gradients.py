@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from async_support import Gate, lazy
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, StepError
+from accel_scaler import AsyncOptimizer, GradScaler, StepError, attach, detach
 from accel_scaler.async_optimizer.pending_parameter import (
     GradientHold,
     PendingGradient,
@@ -262,3 +263,29 @@ def test_two_parameters_with_one_gradient_do_not_wait_for_themselves() -> None:
         optimizer.step()
         optimizer.synchronize()
         assert (a.tolist(), b.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+
+
+def test_a_check_waits_for_a_step_that_reads_the_same_gradients() -> None:
+    """Nothing was added to them since: two optimizers step twice, after one backward."""
+
+    def weights(mode: str) -> list[Tensor]:
+        accelerator = attach(
+            Accelerator(cpu=True, mixed_precision="bf16"), step_mode=mode, master_weights="fp32"
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            models = [nn.Linear(4, 4).bfloat16() for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        prepared = accelerator.prepare(*models, *optimizers)
+        for model in prepared[:2]:
+            accelerator.backward(model(torch.ones(1, 4)).float().square().mean())
+        for optimizer in prepared[2:] * 2:
+            optimizer.step()
+        accelerator.end_training()
+        found = [p.detach().clone() for model in models for p in model.parameters()]
+        detach(accelerator)
+        return found
+
+    with lazy():
+        found = weights("overlap")
+    assert all(map(torch.equal, found, weights("sync")))

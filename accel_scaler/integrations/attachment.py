@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
@@ -24,7 +23,7 @@ from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
-from ..scaling import GradScaler, gather_objects, is_sharded
+from ..scaling import GradScaler, gather_objects, has_ranks, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
@@ -155,9 +154,8 @@ class Attachment:
 
         A collective where ``prepared`` is DDP or sharded.
         """
-        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
         is_ddp = isinstance(prepared, DistributedDataParallel)
-        if not has_ranks or not (is_ddp or is_sharded(prepared.parameters())):
+        if not has_ranks() or not (is_ddp or is_sharded(prepared.parameters())):
             return
         wish = (self.config.finds_overflow, self.config.heal, self.config.on_overflow)
         is_same = len(set(gather_objects(wish, self.device))) == 1

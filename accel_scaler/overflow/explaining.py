@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Module
@@ -29,6 +28,7 @@ from ..scaling import (
     find_nonfinite,
     gather_objects,
     gradients_of,
+    has_ranks,
     is_sharded,
     local,
     parameters_of,
@@ -257,10 +257,9 @@ class OverflowExplainer(Observer):
             return self._asked[1]
         assert self._room is not None
         level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
-        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
-        if has_ranks and self.is_everywhere:
+        if has_ranks() and self.is_everywhere:
             level = max(gather_objects(level, self._device))
-        elif has_ranks:
+        elif has_ranks():
             level = 0.0  # as on ranks that do not look
         self._asked = self.scaler.window, self._room.is_enough_for(level)
         return self._asked[1]
@@ -315,7 +314,6 @@ class OverflowExplainer(Observer):
         recording, state = self.recording, self.scaler.read_state()
         assert recording is not None
         assert window.first_scale is not None
-        has_ranks = dist.is_initialized() and dist.get_world_size() > 1
         optimizers, why = self._made_with(window, bad)
         params = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         passing = None
@@ -324,7 +322,7 @@ class OverflowExplainer(Observer):
             passing = recording.passing(changes_model)
             if passing is None:
                 why = "the gradient of an output was not finite, or the loss is not the model's"
-        if has_ranks and not self._is_together:
+        if has_ranks() and not self._is_together:
             why = "the ranks step alone, have other settings or were attached after prepare"
         why = next(filter(None, self._gather(why)), "")
         if not why:
@@ -335,7 +333,7 @@ class OverflowExplainer(Observer):
                     recording, params, passing, self.around_backward, scale, factor, changes_model
                 )
             except Exception as error:  # the model's own, or out of memory; it is logged
-                if has_ranks:
+                if has_ranks():
                     raise  # others wait for this one in a collective
                 why = f"it raised {type(error).__name__}: {error}"
             why = next(filter(None, self._gather(why)), "")
@@ -441,7 +439,7 @@ class OverflowExplainer(Observer):
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
         recording, scale = self.recording, window.first_scale or self.scaler.window_scale
         assert recording is not None
-        if dist.is_initialized() and dist.get_world_size() > 1 and not self._is_together:
+        if has_ranks() and not self._is_together:
             self._warn_once(
                 "heal: the ranks do not overflow together (they step alone, have other settings, "
                 "or were attached after prepare), so no module is put on float32. (Logged once.)"

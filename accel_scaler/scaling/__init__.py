@@ -10,6 +10,7 @@ from .collectives import (
     add_norms as add_norms,
     agree_on_overflow as agree_on_overflow,
     gather_objects as gather_objects,
+    has_ranks as has_ranks,
     is_sharded as is_sharded,
     of_rank_0 as of_rank_0,
     reduce_partial_gradients as reduce_partial_gradients,

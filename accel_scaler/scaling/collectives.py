@@ -19,6 +19,11 @@ def is_sharded(parameters: Iterable[Any]) -> bool:
     return any(hasattr(kind, "placements") for kind in set(map(type, parameters)))
 
 
+def has_ranks() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
     """Give each DTensor gradient the placements of its parameter. A replicated parameter between
@@ -37,7 +42,7 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     synchronises with it and the other ranks. Else nothing is sent: after DDP's all-reduce an inf
     or NaN of one rank stands in every rank's gradients.
     """
-    if not sharded or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not (sharded and has_ranks()):
         return found_inf
     flag = torch.full((), float(found_inf), dtype=torch.float32, device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -46,7 +51,7 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
 
 def of_rank_0(number: int, device: torch.device) -> int:
     """The number that rank 0 gives. Communicates on ``device``, and synchronises with it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not has_ranks():
         return number
     answer = torch.full((), number, dtype=torch.int64, device=device)
     dist.broadcast(answer, src=0)

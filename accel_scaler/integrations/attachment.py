@@ -157,7 +157,8 @@ class Attachment:
         is_ddp = isinstance(prepared, DistributedDataParallel)
         if not has_ranks() or not (is_ddp or is_sharded(prepared.parameters())):
             return
-        wish = (self.config.finds_overflow, self.config.heal, self.config.on_overflow)
+        config = self.config
+        wish = config.finds_overflow, config.heal, config.on_overflow, config.growth_headroom
         is_same = len(set(gather_objects(wish, self.device))) == 1
         if self.explainer is not None:
             self.explainer.is_everywhere = is_same

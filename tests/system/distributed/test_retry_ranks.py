@@ -144,10 +144,13 @@ def test_data_that_are_not_finite_on_one_rank_are_one_skip(
     on_two_ranks(body, tmp_path)
 
 
-def test_one_rank_that_has_other_settings_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"on_overflow": "skip"}, {"growth_headroom": False}])
+def test_one_rank_that_has_other_settings_is_not_waited_for(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
     def body() -> None:
-        other = "retry" if dist.get_rank() else "skip"
-        _, records = train(2.0**16, on_overflow=other)
+        settings = {"on_overflow": "retry", "growth_interval": 2}
+        _, records = train(2.0**16, **settings | (other if dist.get_rank() == 0 else {}))
         assert records[0].skipped
         (one, two) = everywhere([r.scale for r in records])
         assert one == two

@@ -44,8 +44,7 @@ class History:
     @property
     def retried(self) -> int:
         """Windows that overflowed and were made again: their batches are not lost."""
-        last = self.records[-1] if self.records else None
-        return self._before.retried + (last is not None and last.retries > 0 and not last.skipped)
+        return self.diagnosis().retried
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -63,8 +62,7 @@ class History:
         """How often the present scale can be doubled before the largest measured gradient overflows
         float16; negative if float32 has added it up beyond. None without ``telemetry``, and until
         the first measurement."""
-        run = self.diagnosis()
-        return None if run.largest is None else headroom(run.largest[0] * run.last_scale)
+        return _headroom(self.diagnosis())
 
     def add(self, record: Record) -> None:
         """Append the record of a window, or replace it when its index is the last one's."""
@@ -92,9 +90,10 @@ class History:
         """A few lines of text: verdict, skips, scale, largest norm, the last overflow."""
         if not self.records:
             return "scaler: no window has closed yet"
-        run, norm, names = self.diagnosis(), self.max_grad_norm, self.last_overflow()
+        run, names = self.diagnosis(), self.last_overflow()
+        norm = run.highest and run.highest[0]
         scaled = [
-            f"scaler: {counted(self.boundaries, 'window')}, {self.skips} skipped",
+            f"scaler: {counted(self.boundaries, 'window')}, {run.skips} skipped",
             f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
         ]
         lines = [verdict(run), *scaled * self.is_scaled]
@@ -128,25 +127,31 @@ class History:
         """
         if not self.records:
             return {}
-        scale, room = self.records[-1].next_scale, self.headroom
+        run = self.diagnosis()
+        scale, room = self.records[-1].next_scale, _headroom(run)
         found = {"scale": int(scale) if scale.is_integer() else scale} if self.is_scaled else {}
-        found["skips"] = self.skips
-        if retried := self.retried:
-            found["retried"] = retried
+        found["skips"] = run.skips
+        if run.retried:
+            found["retried"] = run.retried
         if room is not None and math.isfinite(room):
             found["headroom"] = round(room, 1)
-        return found | ({"healed": len(self.healed)} if self.healed else {})
+        return found | ({"healed": len(run.healed)} if run.healed else {})
 
     def metrics(self) -> dict[str, float]:
         """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""
         if not self.records:
             return {}
-        last = self.records[-1]
+        last, run = self.records[-1], self.diagnosis()
         found = {
             "scaler/scale": last.next_scale if self.is_scaled else None,
-            "scaler/skips": self.skips,
+            "scaler/skips": run.skips,
             "scaler/grad_norm": last.grad_norm,
             "scaler/clip_coefficient": last.clip_coefficient,
-            "scaler/headroom": self.headroom,
+            "scaler/headroom": _headroom(run),
         }
         return {k: v for k, v in found.items() if v is not None and math.isfinite(v)}
+
+
+def _headroom(run: Diagnosis) -> float | None:
+    """See :attr:`History.headroom`."""
+    return None if run.largest is None else headroom(run.largest[0] * run.last_scale)

@@ -123,7 +123,6 @@ class OverflowCheck:
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
                 window = self._next_window(window)
-                stepper_of(optimizer).wait_for_gradients()
             elif known and (
                 known.count not in (None, count)
                 or (known.looked_at is not None and known.looked_at.is_changed())
@@ -134,6 +133,9 @@ class OverflowCheck:
                 "there are gradients to unscale, but no loss was scaled since the last step or "
                 "load. Call accelerator.backward(loss) instead of loss.backward()."
             )
+        if window.known(optimizer) is None:
+            # Its last step may still read those that nothing was added to since.
+            stepper_of(optimizer).wait_for_gradients()
         record = window.record(optimizer)
         if record.stage is OptState.STEPPED:
             raise OrderError(
@@ -174,7 +176,6 @@ class OverflowCheck:
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         stepper = stepper_of(optimizer)
-        stepper.wait_for_gradients()  # its last step may still read those, if nothing was added
         keeps_scaled = stepper.keeps_scaled
         self._forbid_common(optimizer, keeps_scaled)
         if is_sharded(parameters_of(optimizer)):

@@ -114,7 +114,7 @@ class Attachment:
             self.device,
             self.explainer,
             self.recorder,
-            rerun=self.explainer if retries or config.heal else None,
+            rerun=self.explainer if self.explainer and self.explainer.makes_again else None,
             skip_nonfinite=config.skip_nonfinite,
             skip_norm_above=config.skip_norm_above,
         )

@@ -214,7 +214,7 @@ class OverflowExplainer(Observer):
         """Gradients are about to be unscaled, clipped or stepped. Changes of the script's own since
         the backward would be lost where they are made again."""
         recording, window = self.recording, self.scaler.window
-        if recording is None or not self.makes_again or window.closed:
+        if recording is None or window.closed:
             return
         for optimizer in self.scaler.managed:
             record = window.known(optimizer)
@@ -240,7 +240,7 @@ class OverflowExplainer(Observer):
         bad = [o for o in managed if (record := window.known(o)) is not None and record.verdict]
         if stepping is not None and self._is_first(window):
             bad += [o for o in managed if o not in bad and self._is_bad_partner(o, stepping)]
-        if not bad or not self.makes_again or window is self._given_up:
+        if not bad or window is self._given_up:
             return False
         start = time.perf_counter()
         self._meet(bad[0], window)
@@ -274,7 +274,7 @@ class OverflowExplainer(Observer):
         if optimizer is stepping or is_decided or (partners and optimizer not in partners):
             return False
         grads = gradients_of(params)
-        if not self.makes_again or self.recording is None or not (grads or self.scaler.sharded):
+        if self.recording is None or not (grads or self.scaler.sharded):
             return False
         if self.recording.dirty.intersection(map(id, params)):
             return False

@@ -15,6 +15,8 @@ from async_support import lazy
 from children import everywhere
 from references import show
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accel_scaler import AsyncOptimizer, GradScaler
 
@@ -101,6 +103,16 @@ def optimizer_of(kind: str, params: Any) -> Any:
 
 def schedule_of(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))
+
+
+def prepared_shards(accelerator: Any, model: nn.Module, *parts: nn.Module) -> Any:
+    """``model`` and its ``parts``, sharded by torch's FSDP2 and prepared: Accelerate itself shards
+    only where there is an accelerator."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for each in (*parts, model):
+        fully_shard(each, mesh=mesh)
+    accelerator._models.append(model)
+    return accelerator.prepare_model(model, evaluation_mode=True)
 
 
 def whole(t: Any) -> Tensor:

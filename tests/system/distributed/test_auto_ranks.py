@@ -13,9 +13,7 @@ from async_support import Clock
 from children import everywhere, on_two_ranks
 from support import reset
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from two_ranks import Net, whole
+from two_ranks import Net, prepared_shards, whole
 from versions import before_torch
 
 from accel_scaler import attach, detach
@@ -32,11 +30,9 @@ def train(mode: Any, sharded: bool, clock: Clock | None = None) -> list[Tensor]:
     torch.manual_seed(1)
     plain = Net()
     if sharded:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for each in (*plain.blocks, plain.head, plain):
-            fully_shard(each, mesh=mesh)
-        accelerator._models.append(plain)
-    model: Any = accelerator.prepare_model(plain, evaluation_mode=sharded)
+        model: Any = prepared_shards(accelerator, plain, *plain.blocks, plain.head)
+    else:
+        model = accelerator.prepare_model(plain)
     params = [p for p in plain.parameters() if p.requires_grad]
     optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(params, lr=0.05, momentum=0.9))
     if clock is not None:

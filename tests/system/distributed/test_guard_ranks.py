@@ -13,9 +13,7 @@ from accelerate import Accelerator
 from children import on_two_ranks
 from support import reset, same
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from two_ranks import Net
+from two_ranks import Net, prepared_shards
 from versions import before_torch
 
 from accel_scaler import attach, detach
@@ -37,11 +35,7 @@ def train(
         attach(accelerator, **settings)
     torch.manual_seed(1)
     plain, skipped = Net(), []
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for each in (*plain.blocks, plain.head, plain):
-        fully_shard(each, mesh=mesh)
-    accelerator._models.append(plain)
-    model: Any = accelerator.prepare_model(plain, evaluation_mode=True)
+    model: Any = prepared_shards(accelerator, plain, *plain.blocks, plain.head)
     params = [p for p in plain.parameters() if p.requires_grad]
     optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(params, lr=0.05, momentum=0.9))
     for window in range(WINDOWS):

@@ -13,8 +13,7 @@ from accelerate import Accelerator
 from children import everywhere, on_two_ranks
 from support import Loud
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from two_ranks import prepared_shards
 from versions import before_torch
 
 from accel_scaler import ScalerConfig, attach, detach
@@ -133,11 +132,7 @@ def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
         more: dict[str, Any] = {"heal": True} if heals else {"fp32_modules": ["sick"]}
         accelerator = attached(sharded=True, **more, **mode)
         plain = Net()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for each in (plain.before, plain.sick, plain.after, plain):
-            fully_shard(each, mesh=mesh)
-        accelerator._models.append(plain)
-        model: Any = accelerator.prepare_model(plain, evaluation_mode=True)
+        model: Any = prepared_shards(accelerator, plain, plain.before, plain.sick, plain.after)
         optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(plain.parameters(), lr=0.1))
         for number in range(4 * accumulation):
             is_last = number % accumulation == accumulation - 1

@@ -15,8 +15,7 @@ from async_support import assert_same
 from children import everywhere, on_two_ranks
 from support import reset
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from two_ranks import prepared_shards
 from versions import before_torch
 
 from accel_scaler import ScalerConfig, attach, detach
@@ -62,11 +61,7 @@ def train(
     attach(accelerator, ScalerConfig(**given))
     plain = Net()
     if is_sharded:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for each in (plain.before, plain.after, plain):
-            fully_shard(each, mesh=mesh)
-        accelerator._models.append(plain)
-        model: Any = accelerator.prepare_model(plain, evaluation_mode=True)
+        model: Any = prepared_shards(accelerator, plain, plain.before, plain.after)
     else:
         model = accelerator.prepare_model(plain)
     optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(plain.parameters(), lr=1e-3))

@@ -6,6 +6,7 @@ finds. Streams and events are torch's own, not those of a backend.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,7 @@ def synchronize() -> None:
 @contextmanager
 def peak_bytes() -> Iterator[Callable[[], int]]:
     """Asked at the end: bytes of the device's memory in the worst moment, above those before."""
+    gc.collect()  # what an earlier run left may not be freed inside of this one
     synchronize()
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats(DEVICE)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils import dlpack
 
 from ..errors import UnsupportedError
 from ..models import inert, is_fsdp2, is_in_backward, is_replaying
@@ -138,13 +139,12 @@ class SyncHooks:
                     state.pop(index, None)  # made for sharing, never filled
                 else:
                     state[index] = entry
-        # Copies on this stream have read what the next step writes on another.
-        stepper.streams.wait_on_host(stepper.streams.record())
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self.stepper
         stepper.begin_loading(state_dict)
+        state_dict = {**state_dict, "state": stepper.replica.apart(state_dict["state"])}
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
         is_ours = stepper.replica.masters.every or stepper.keeps_scaled
@@ -355,10 +355,14 @@ def _roots(model: Module) -> list[Module]:
 
 
 def _export(pair: ParameterPair, value: Any) -> Any:
-    """As torch writes it: in memory of its own; a shard of a sharded parameter is a DTensor."""
+    """As torch has it: the same memory, under a storage that ends where the tensor does, since
+    ``torch.save`` writes whole storages; a shard of a sharded parameter is a DTensor."""
     p: Any = pair.param
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        value = value.clone()
+        if value.device.type == "mps":  # which older releases of torch do not export
+            value = value.clone()
+        else:
+            value = dlpack.from_dlpack(dlpack.to_dlpack(value.detach()))  # type: ignore[attr-defined]
     if not (
         hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == pair.target.shape
     ):

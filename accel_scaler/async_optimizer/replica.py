@@ -374,6 +374,18 @@ class Replica:
         if any(id(pair.param) in self._saved and not pair.is_master for pair in self.pairs):
             self._layout = None
 
+    def apart(self, entries: dict[Any, Any]) -> Any:
+        """Entries of a state dict, with copies of what is in this optimizer's memory: that is
+        written, one parameter after the other, while they are read."""
+        held = [*_tensors_in(_values_of(self.optimizer.state)), *(p.stepped for p in self.pairs)]
+        places = {t.data_ptr() for t in map(local, held) if type(t) in (Tensor, nn.Parameter)}
+
+        def copy_of(leaf: Any) -> Any:
+            mine = local(leaf) if isinstance(leaf, Tensor) else leaf
+            return leaf.clone() if type(mine) is Tensor and mine.data_ptr() in places else leaf
+
+        return tree_map(copy_of, entries)
+
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
         """Load state onto the stepped parameters and share it; the optimizer has the groups."""
         own = self.copy.param_groups

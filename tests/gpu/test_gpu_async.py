@@ -239,6 +239,21 @@ def test_a_preview_takes_no_device_memory_but_for_scratch(offload: str, dtype: t
 
 
 @pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+def test_a_state_dict_takes_no_device_memory(mode: str) -> None:
+    model = wide(WIDTH, LAYERS).to(DEVICE, torch.float16)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    with AsyncOptimizer(inner, model, step_mode=mode) as optimizer:
+        model(torch.ones(8, WIDTH, device=DEVICE).half()).float().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        with peak_bytes() as taken:
+            saved = optimizer.state_dict()
+        assert {"exp_avg", "exp_avg_sq", "master"} < saved["state"][0].keys()
+        assert taken() < PIECE
+
+
+@pytest.mark.usefixtures("memory_counter")
 @pytest.mark.parametrize("compensation", ["none", "preview"])
 @each_dtype
 def test_gradients_that_were_sent_down_do_not_stay(

@@ -152,12 +152,30 @@ def test_state_is_views_of_one_memory_and_a_state_dict_is_not(trained: Any) -> N
         mine = [inner.state[p]["exp_avg"] for p in group["params"]]
         assert len({t.untyped_storage().data_ptr() for t in mine if t.numel()}) == 1
         assert {t.data_ptr() % 64 - mine[0].data_ptr() % 64 for t in mine if t.numel()} == {0}
-    for entry in inner.state_dict()["state"].values():
+    ordered = [p for group in inner.param_groups for p in group["params"]]
+    for p, entry in zip(ordered, inner.state_dict()["state"].values(), strict=True):
+        assert entry["exp_avg"].data_ptr() == inner.state[p]["exp_avg"].data_ptr()  # no copy
         for value in entry.values():
             assert value.untyped_storage().nbytes() == value.nbytes
             file = io.BytesIO()
             torch.save(value, file)
             assert file.tell() < value.nbytes + 2000
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL])
+def test_its_own_state_loads_in_another_order(dtype: torch.dtype) -> None:
+    params = [nn.Parameter(torch.full((40,), value, dtype=dtype)) for value in (1.0, 2.0, 3.0)]
+    inner = FUSED["adamw"](params)
+    with AsyncOptimizer(inner, step_mode="delayed") as optimizer:
+        for p in params:
+            p.grad = p.detach().clone()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        before = [inner.state[p]["exp_avg"].clone() for p in params]
+        saved["state"] = {new: saved["state"][old] for new, old in enumerate((1, 2, 0))}
+        optimizer.load_state_dict(saved)
+        for p, old in zip(params, (1, 2, 0), strict=True):
+            assert same(inner.state[p]["exp_avg"], before[old])
 
 
 def test_state_that_is_replaced_is_taken_over_and_what_is_removed_begins_anew(trained: Any) -> None:

@@ -201,6 +201,25 @@ def test_scaled_gradients_are_not_added_to_unscaled_ones(face: str, mode: str, n
         assert torch.equal(weights(ours.model), weights(reference.model))
 
 
+@faces
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [GradScaler.backoff, load_scale, lambda s: s.update(64.0)])
+def test_what_is_scaled_still_is_brought_to_a_new_scale(face: str, mode: str, change: Any) -> None:
+    """It is added to, and stepped, at that one."""
+    reference = Plain()
+    for step in range(2):
+        loss_of(reference.model, step).backward()
+    reference.inner.step()
+    with loop(face, mode, delay_warmup_steps=99) as ours:
+        ours.backward(0)
+        change(ours.scaler)
+        assert ours.scaler.get_scale() < SCALE
+        ours.backward(1)
+        ours.optimizer.step()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
 def step_twice(ours: Loop) -> None:
     ours.backward(0)
     ours.optimizer.step()
@@ -311,7 +330,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("edit", CHANGES)
-@pytest.mark.parametrize("then", ["step", "clip"])
+@pytest.mark.parametrize("then", ["step", "clip", "submit"])
 @pytest.mark.parametrize("fold", [False, True], ids=["float16", "folded"])
 def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bool) -> None:
     """The update would scale it too. Reading it is free."""
@@ -320,6 +339,11 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bo
     inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fold)
     settings: Any = {"fold_unscale": fold, "optimizer_threads": 1}
     with AsyncOptimizer(inner, model, scaler=scaler, **settings) as ours:
+        ends = {
+            "step": ours.step,
+            "clip": lambda: ours.clip_grad_norm_(0.005),
+            "submit": lambda: ours.submit(ours.step),
+        }
         for act in (Tensor.numpy, CHANGES[edit]):
             before = weights(model)
             x = torch.ones(2, 8, dtype=model[0].weight.dtype)
@@ -333,7 +357,7 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bo
                 ours.zero_grad()
                 continue
             with pytest.raises(OrderError, match="changed after they were clipped"):
-                ours.step() if then == "step" else ours.clip_grad_norm_(0.005)
+                ends[then]()
             assert torch.equal(weights(model), before)
 
 

@@ -509,6 +509,32 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None
     close_all(face, scaler, ours, clipper)
 
 
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize(("masters", "bound"), [(False, False), (True, False), (False, True)])
+def test_a_plain_optimizer_that_has_a_parameter_of_ours(
+    face: str, mode: str, masters: bool, bound: bool
+) -> None:
+    """It was unscaled twice. What stays scaled, for a master, it refuses."""
+    scaler, params, _, ours, clipper = several(face, mode, 1)
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    if masters:
+        ours[0].add_param_group({"params": [half]})
+    plain, refused = SGD(params, lr=0.125), SGD([half], lr=0.125)
+    scaler.scale(params[0].sum() + half.float().sum()).backward()
+    if bound:
+        clipper.unscale_gradients() if face == "accelerate" else clipper.clip_grad_norm_(1e6)
+        scaler.bind(lambda: scaler.step(plain), plain)()
+    ours[0].step()
+    if not bound:
+        scaler.step(plain)
+    with pytest.raises(UnsupportedError, match="float16"):
+        scaler.step(refused)
+    ours[0].synchronize()
+    assert params[0].tolist() == [0.75] * 3
+    close_all(face, scaler, ours, clipper)
+
+
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("which", ["each", "all", "first", "value", "none"])
 @pytest.mark.parametrize("fold", [False, True])

@@ -456,6 +456,19 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_spike_beside_an_overflow_is_one_overflow(order: tuple[int, int]) -> None:
+    """Of two optimizers: the scale falls, once."""
+    scaler, params, _, ours, clipper = several("accelerate", "sync", skip_norm_above=5.0)
+    clipper.backward(params[0].sum() * 8.0 + params[1].sum() * INF)
+    for each in order:
+        ours[each].step()
+        assert ours[each].step_was_skipped
+    state = scaler.read_state()
+    assert (state.scale, state.consecutive_skips, state.spikes) == (SCALE / 2, 1, 0)
+    close_all("accelerate", scaler, ours, clipper)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["unscale_", "step"])
 @pytest.mark.parametrize("first", ["overflows", "lets the scale grow"])
@@ -484,12 +497,13 @@ def test_by_hand_after_another_has_stepped(mode: str, how: str, first: str) -> N
 @faces
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("order", ["clip step own", "clip own step", "unscale clip step own"])
-def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None:
-    """Stepped with ``scaler.step``. A clip leaves its parameters alone."""
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str, bad: bool) -> None:
+    """Stepped with ``scaler.step``. A clip leaves its parameters alone; its overflow counts."""
     scaler, params, _, ours, clipper = several(face, mode, 1)
     other = nn.Parameter(torch.ones(3))
     plain = SGD([other], lr=0.125)
-    scaler.scale(params[0].sum() + other.sum()).backward()
+    scaler.scale(params[0].sum() + other.sum() * (INF if bad else 1.0)).backward()
     calls = {
         "unscale": lambda: scaler.unscale_(plain),
         "step": lambda: scaler.step(plain),
@@ -504,16 +518,17 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None
         calls[name]()
     ours[0].synchronize()
     scaler.update()
-    assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [0.875] * 3)
-    assert scaler.get_scale() == SCALE
+    assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [1.0 if bad else 0.875] * 3)
+    assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     close_all(face, scaler, ours, clipper)
 
 
 @faces
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize(("masters", "bound"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("bad", [False, True])
 def test_a_plain_optimizer_that_has_a_parameter_of_ours(
-    face: str, mode: str, masters: bool, bound: bool
+    face: str, mode: str, masters: bool, bound: bool, bad: bool
 ) -> None:
     """It was unscaled twice. What stays scaled, for a master, it refuses."""
     scaler, params, _, ours, clipper = several(face, mode, 1)
@@ -521,7 +536,8 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     if masters:
         ours[0].add_param_group({"params": [half]})
     plain, refused = SGD(params, lr=0.125), SGD([half], lr=0.125)
-    scaler.scale(params[0].sum() + half.float().sum()).backward()
+    factor = INF if bad else 1.0
+    scaler.scale((params[0] * factor).sum() + half.float().sum()).backward()
     if bound:
         clipper.unscale_gradients() if face == "accelerate" else clipper.clip_grad_norm_(1e6)
         scaler.bind(lambda: scaler.step(plain), plain)()
@@ -531,7 +547,8 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     with pytest.raises(UnsupportedError, match="float16"):
         scaler.step(refused)
     ours[0].synchronize()
-    assert params[0].tolist() == [0.75] * 3
+    assert params[0].tolist() == [1.0 if bad else 0.75] * 3
+    assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     close_all(face, scaler, ours, clipper)
 
 

@@ -172,11 +172,12 @@ class Boundary:
             record.is_spike, scaler.skips.origin = True, "The gradient norm is a spike"
         elif record.deferred and not self._is_left_to(stepper):
             self.check.unscale(optimizer, record)
-        elif record.deferred and len(scaler.managed) > 1:
+        elif record.deferred:
             # Its step unscales these in place, so another optimizer that has them must not.
-            kept = LOW_PRECISION if stepper.keeps_scaled else frozenset()
-            grads = [(id(p), p.grad) for p in parameters_of(optimizer)]
-            scaler.window.unscaled |= {i for i, g in grads if g is not None and g.dtype not in kept}
+            params = parameters_of(optimizer)
+            if stepper.keeps_scaled:
+                params = [p for p in params if getattr(p.grad, "dtype", 0) not in LOW_PRECISION]
+            scaler.window.unscaled.update(map(id, params))
         stepper.wait()
         self._close(optimizer, scaler.window, record, stepper)
         try:

@@ -678,7 +678,6 @@ class GradScaler(torch.amp.GradScaler):
         elif left.scale is not None:
             before = float(left.scale)
         if now != before:
-            self._wait_for_gradients()
             # Those that others have stepped are zero, or their optimizer would be marked.
             params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))

@@ -201,6 +201,25 @@ def test_scaled_gradients_are_not_added_to_unscaled_ones(face: str, mode: str, n
         assert torch.equal(weights(ours.model), weights(reference.model))
 
 
+@faces
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [GradScaler.backoff, load_scale, lambda s: s.update(64.0)])
+def test_what_is_scaled_still_is_brought_to_a_new_scale(face: str, mode: str, change: Any) -> None:
+    """It is added to, and stepped, at that one."""
+    reference = Plain()
+    for step in range(2):
+        loss_of(reference.model, step).backward()
+    reference.inner.step()
+    with loop(face, mode, delay_warmup_steps=99) as ours:
+        ours.backward(0)
+        change(ours.scaler)
+        assert ours.scaler.get_scale() < SCALE
+        ours.backward(1)
+        ours.optimizer.step()
+        ours.optimizer.synchronize()
+        assert torch.equal(weights(ours.model), weights(reference.model))
+
+
 def step_twice(ours: Loop) -> None:
     ours.backward(0)
     ours.optimizer.step()
@@ -311,7 +330,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("edit", CHANGES)
-@pytest.mark.parametrize("then", ["step", "clip"])
+@pytest.mark.parametrize("then", ["step", "clip", "submit"])
 @pytest.mark.parametrize("fold", [False, True], ids=["float16", "folded"])
 def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bool) -> None:
     """The update would scale it too. Reading it is free."""
@@ -320,6 +339,11 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bo
     inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fold)
     settings: Any = {"fold_unscale": fold, "optimizer_threads": 1}
     with AsyncOptimizer(inner, model, scaler=scaler, **settings) as ours:
+        ends = {
+            "step": ours.step,
+            "clip": lambda: ours.clip_grad_norm_(0.005),
+            "submit": lambda: ours.submit(ours.step),
+        }
         for act in (Tensor.numpy, CHANGES[edit]):
             before = weights(model)
             x = torch.ones(2, 8, dtype=model[0].weight.dtype)
@@ -333,7 +357,7 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bo
                 ours.zero_grad()
                 continue
             with pytest.raises(OrderError, match="changed after they were clipped"):
-                ours.step() if then == "step" else ours.clip_grad_norm_(0.005)
+                ends[then]()
             assert torch.equal(weights(model), before)
 
 
@@ -432,6 +456,19 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_spike_beside_an_overflow_is_one_overflow(order: tuple[int, int]) -> None:
+    """Of two optimizers: the scale falls, once."""
+    scaler, params, _, ours, clipper = several("accelerate", "sync", skip_norm_above=5.0)
+    clipper.backward(params[0].sum() * 8.0 + params[1].sum() * INF)
+    for each in order:
+        ours[each].step()
+        assert ours[each].step_was_skipped
+    state = scaler.read_state()
+    assert (state.scale, state.consecutive_skips, state.spikes) == (SCALE / 2, 1, 0)
+    close_all("accelerate", scaler, ours, clipper)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["unscale_", "step"])
 @pytest.mark.parametrize("first", ["overflows", "lets the scale grow"])
@@ -460,12 +497,13 @@ def test_by_hand_after_another_has_stepped(mode: str, how: str, first: str) -> N
 @faces
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("order", ["clip step own", "clip own step", "unscale clip step own"])
-def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None:
-    """Stepped with ``scaler.step``. A clip leaves its parameters alone."""
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str, bad: bool) -> None:
+    """Stepped with ``scaler.step``. A clip leaves its parameters alone; its overflow counts."""
     scaler, params, _, ours, clipper = several(face, mode, 1)
     other = nn.Parameter(torch.ones(3))
     plain = SGD([other], lr=0.125)
-    scaler.scale(params[0].sum() + other.sum()).backward()
+    scaler.scale(params[0].sum() + other.sum() * (INF if bad else 1.0)).backward()
     calls = {
         "unscale": lambda: scaler.unscale_(plain),
         "step": lambda: scaler.step(plain),
@@ -480,8 +518,37 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str) -> None
         calls[name]()
     ours[0].synchronize()
     scaler.update()
-    assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [0.875] * 3)
-    assert scaler.get_scale() == SCALE
+    assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [1.0 if bad else 0.875] * 3)
+    assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
+    close_all(face, scaler, ours, clipper)
+
+
+@faces
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize(("masters", "bound"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_plain_optimizer_that_has_a_parameter_of_ours(
+    face: str, mode: str, masters: bool, bound: bool, bad: bool
+) -> None:
+    """It was unscaled twice. What stays scaled, for a master, it refuses."""
+    scaler, params, _, ours, clipper = several(face, mode, 1)
+    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    if masters:
+        ours[0].add_param_group({"params": [half]})
+    plain, refused = SGD(params, lr=0.125), SGD([half], lr=0.125)
+    factor = INF if bad else 1.0
+    scaler.scale((params[0] * factor).sum() + half.float().sum()).backward()
+    if bound:
+        clipper.unscale_gradients() if face == "accelerate" else clipper.clip_grad_norm_(1e6)
+        scaler.bind(lambda: scaler.step(plain), plain)()
+    ours[0].step()
+    if not bound:
+        scaler.step(plain)
+    with pytest.raises(UnsupportedError, match="float16"):
+        scaler.step(refused)
+    ours[0].synchronize()
+    assert params[0].tolist() == [1.0 if bad else 0.75] * 3
+    assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     close_all(face, scaler, ours, clipper)
 
 

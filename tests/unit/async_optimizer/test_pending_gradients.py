@@ -142,17 +142,22 @@ def done(gate: Gate) -> int:
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("how", ["by hand", "scaled", "attached"])
 @pytest.mark.parametrize("when", ["graph before the step", "graph after it"])
-def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool, mode: str) -> None:
+def test_a_backward_adds_to_what_the_step_has_read(when: str, how: str, mode: Any) -> None:
     """autograd asks nobody: a bias, which no backward reads, is stepped and added to."""
+    scaled = how == "scaled"
 
-    def run(mode: str | None) -> tuple[list[float], list[float]]:
+    def run(mode: Any) -> tuple[list[float], list[float]]:
         p = nn.Parameter(torch.ones(3))
         inner = torch.optim.SGD([p], lr=LR, momentum=0.5)
         scaler: Any = None
         optimizer: Any = inner
-        if mode is not None:
+        accelerator: Any = None
+        if mode is not None and how == "attached":
+            accelerator = attach(Accelerator(cpu=True), step_mode=mode)
+            optimizer = accelerator.prepare(inner)
+        elif mode is not None:
             scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=1) if scaled else None
             optimizer = AsyncOptimizer(inner, mode=mode, scaler=scaler)
         elif scaled:
@@ -162,7 +167,10 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool, mode
             return (p + torch.arange(3.0)).sum() * 3.0
 
         def back(loss: Tensor) -> None:
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            if accelerator is not None:
+                accelerator.backward(loss)
+            else:
+                (loss if scaler is None else scaler.scale(loss)).backward()
 
         first, second = loss(), loss()
         back(first)
@@ -174,7 +182,9 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool, mode
         back(second if when == "graph before the step" else loss())
         assert p.grad is not None
         grads: list[float] = p.grad.tolist()
-        if mode is not None:
+        if accelerator is not None:
+            detach(accelerator)
+        elif mode is not None:
             optimizer.close()
         return p.tolist(), grads
 

@@ -81,6 +81,33 @@ def test_two_windows_at_once_are_each_unscaled_by_their_own_scale() -> None:
     assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_job_has_the_verdict_of_every_rank(
+    is_unscaled: bool, bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own gradients are finite; ``bad``: another rank's are not."""
+    monkeypatch.setattr(
+        "accel_scaler.scaling.grad_scaler.agree_on_overflow", lambda found, *_: found or bad
+    )
+    for calls in (("step",), ("unscale_", "step")):
+        p, optimizer = one()
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        backward(scaler, p)
+        if is_unscaled:
+            scaler.unscale_(optimizer)
+
+        def job(calls: tuple[str, ...] = calls[is_unscaled:]) -> None:
+            for call in calls or ("step",):
+                getattr(scaler, call)(optimizer)  # noqa: B023
+
+        bound = scaler.bind(job, optimizer)
+        scaler.update()
+        elsewhere(bound)
+        assert filled(p, 0.0 if bad else -0.25)
+        assert scaler.get_scale() == (512.0 if bad else 1024.0)
+
+
 def test_update_and_backoff_belong_to_the_training_thread() -> None:
     p, optimizer = one()
     scaler = GradScaler("cpu", init_scale=1024.0)

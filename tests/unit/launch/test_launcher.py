@@ -203,8 +203,8 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
         (["--min_scale", "9", "--init_scale", "4", "train.py"], "(init_scale: command line;"),
         (["--config_file", "no.yaml", "no.py"], "'no.yaml', and there is no"),
         (["--multi_gpu", "--use_fsdp", "train.py"], "Accelerate refuses these arguments"),
-        (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with use_cpu and num_processes=2: "),
-        (["--config_file", "fsdp2_fp16", "--cpu", "train.py"], "each process would train alone"),
+        (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with num_processes=2 without"),
+        (["--config_file", "fsdp2_fp16", "--cpu", "train.py"], "without GPUs (use_cpu): "),
         (["--config_file", "fsdp.yaml", "--num_processes", "1", "train.py"], ""),
         (["--config_file", "fsdp.yaml", "--no_attach", "train.py"], ""),
     ],
@@ -233,6 +233,35 @@ def test_a_dry_run_prints_every_refusal_and_a_launch_raises_the_first(
     assert started.args is None
 
 
+@pytest.mark.parametrize(
+    ("present", "use_cpu", "flags", "why"),
+    [
+        ("cuda", None, [], ""),
+        ("cuda", "0", [], ""),
+        ("cuda", "True", [], "ACCELERATE_USE_CPU"),
+        ("cpu", None, [], "this machine has cpu only"),
+        ("mps", "", [], "this machine has mps only"),
+        ("cpu", None, ["--num_processes", "1"], ""),
+        ("cpu", "1", ["--multi_gpu"], ""),
+    ],
+)
+def test_fsdp_that_accelerate_would_leave_out_is_refused(
+    started: Started, monkeypatch: pytest.MonkeyPatch,
+    present: str, use_cpu: str | None, flags: list[str], why: str,
+) -> None:  # fmt: skip
+    """Also where neither the file nor a flag says it; ``test_config_files.py`` starts two ranks."""
+    monkeypatch.setattr(launcher_module, "present_type", lambda: present)
+    if use_cpu is not None:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+    argv = ["--config_file", "fsdp2_fp16", *flags, "train.py"]
+    if not why:
+        assert main(argv) == 0
+        return
+    with pytest.raises(AccelScalerError, match=rf"num_processes=2 without GPUs \({why}\): "):
+        main(argv)
+    assert started.args is None
+
+
 # What Accelerate is given.
 
 
@@ -257,7 +286,9 @@ def test_the_section_is_taken_out_and_the_settings_are_printed(
     assert started.config == yaml.safe_load(ACCELERATE)
     assert started.config_file is not None
     assert not started.config_file.parent.exists()
-    assert (f"step_mode='overlap' ({name})" in capsys.readouterr().err) is not quiet
+    (said,) = capsys.readouterr().err.splitlines() or [""]
+    for part in (f"step_mode='overlap' ({name})", "; mixed_precision='fp16', unless "):
+        assert (part in said) is not quiet
 
 
 def test_accelerates_default_file_may_have_a_section(started: Started) -> None:

@@ -147,7 +147,7 @@ class Attachment:
     def watch(self, prepared: Module, inner: Module) -> None:
         """Register the parameter names of ``inner``, the model in what the training loop calls, and
         watch it for overflows."""
-        if self.scales:
+        if self.scales and not self.config.heal:  # that one sees to it
             warn_past_float16(inner, self.fp32_modules.modules)
         self.scaler.parameter_names.add_module(inner)
         if isinstance(prepared, DistributedDataParallel):

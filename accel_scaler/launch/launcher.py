@@ -39,7 +39,7 @@ from ..config import (
     merge,
     suggestion,
 )
-from ..config_file import PACKAGE, find_config, read_config
+from ..config_file import PACKAGE, find_config, read_config, shipped_configs
 from ..console import plain, say, written
 from ..devices import present_type
 from ..errors import AccelScalerError, ConfigError, UnsupportedError
@@ -203,9 +203,10 @@ def _refuse_unsuitable(merged: Any) -> None:
 
 
 def _set_in(sources: Mapping[str, str]) -> str:
-    """Where the user of this launch would change a setting: in ``flags``, or in the file."""
-    used = set(sources.values())
-    return "flags" if "command line" in used else min(used - {"environment"}, default="flags")
+    """Where the user of this launch would change a setting: in ``flags``, or in a file that is not
+    one of the package."""
+    files = set(sources.values()).difference(map(str, shipped_configs().values()))
+    return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..console import counted, number, percent
-from ..telemetry import Finding, diagnose, ending
+from ..telemetry import Finding, as_set, diagnose, ending
 from .run import Run
 
 MANY_CLIPPED = LITTLE_HIDDEN = 0.5
@@ -44,8 +44,8 @@ def waiting(run: Run) -> Finding | None:
     return Finding(
         "warn",
         f"Only {text}: the training thread waited {run.waited_us / 1e6:.3g} s in all.",
-        "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or use "
-        'step_mode="sync": there is too little to run beside.',
+        "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or go back: "
+        f"{as_set(run, 'step_mode', 'sync')}. There is too little to run beside.",
     )
 
 

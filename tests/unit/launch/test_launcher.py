@@ -107,6 +107,8 @@ def test_every_field_travels_from_each_source_to_the_ranks(
     assert started.environment[SET_IN] == (argv[1] if source == "file" else "flags")
     assert main([*argv, "--growth_interval", "7", "train.py"]) == 0
     assert started.environment[SET_IN] == "flags"
+    assert main(["--config_file", "gpu_fp16_auto", "train.py"]) == 0
+    assert started.environment[SET_IN] == "flags", "nobody edits a file of the package"
     assert SET_IN not in os.environ
 
 

@@ -157,6 +157,10 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     else:
         return []
     section, rest = read_config(path)
+    if not path.stat().st_size:
+        raise ConfigError(
+            f"{path}: the file is empty. First: accelerate config --config_file {path}"
+        )
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")
@@ -179,14 +183,14 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
 
 
 def _refuse_unsuitable(merged: Any) -> None:
-    ranks, present = merged.num_processes or 1, present_type()
+    ranks, present = str(merged.num_processes or 1), present_type()  # of a file it may be a text
     reasons = {
         "use_cpu": merged.cpu or merged.use_cpu,
         USE_CPU: os.environ.get(USE_CPU, "").lower() in ("y", "yes", "t", "true", "on", "1"),
         f"this machine has {present} only": present in ("cpu", "mps"),
     }
     why = next(filter(reasons.get, reasons), None)
-    if merged.use_fsdp and ranks > 1 and why is not None:
+    if merged.use_fsdp and ranks != "1" and why is not None:
         raise UnsupportedError(
             f"got FSDP with num_processes={ranks} without GPUs ({why}): Accelerate shards nothing "
             f"there; each process would hold the whole model, and without {USE_CPU}=true train "

@@ -56,7 +56,7 @@ MAX_LINES = {
     "overflow": 2_850,
     "telemetry": 1_515,
     "report": 1_063,
-    "launch": 487,
+    "launch": 491,
     "selftest": 689,
     "": 981,
 }

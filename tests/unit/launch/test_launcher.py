@@ -204,18 +204,24 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
          "bad.yaml: step_mode: got 'later'"),
         (["--min_scale", "9", "--init_scale", "4", "train.py"], "(init_scale: command line;"),
         (["--config_file", "no.yaml", "no.py"], "'no.yaml', and there is no"),
+        (["--config_file", "empty.yaml", "train.py"], "empty.yaml: the file is empty"),
         (["--multi_gpu", "--use_fsdp", "train.py"], "Accelerate refuses these arguments"),
         (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with num_processes=2 without"),
+        (["--config_file", "text.yaml", "train.py"], "got FSDP with num_processes=2 without"),
         (["--config_file", "fsdp2_fp16", "--cpu", "train.py"], "without GPUs (use_cpu): "),
         (["--config_file", "fsdp.yaml", "--num_processes", "1", "train.py"], ""),
         (["--config_file", "fsdp.yaml", "--no_attach", "train.py"], ""),
     ],
 )  # fmt: skip
 def test_a_dry_run_prints_every_refusal_and_a_launch_raises_the_first(
-    started: Started, capsys: pytest.CaptureFixture[str], argv: list[str], refused: str
-) -> None:
+    started: Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    argv: list[str], refused: str,
+) -> None:  # fmt: skip
     with_section("step_mode: later\nfind_overflow: true", "bad.yaml")
     Path("fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n")
+    Path("text.yaml").write_text("distributed_type: FSDP\nnum_processes: '2'\n")
+    monkeypatch.setattr(launcher_module, "present_type", lambda: "cpu")
+    Path("empty.yaml").touch()
     Path("deepspeed.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 1\n")
     assert cli.main(["launch", "--dry_run", *argv]) == (2 if refused else 0)
     lines = capsys.readouterr().err.splitlines()

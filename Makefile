@@ -102,8 +102,7 @@ types: $(STAMP)
 # leave most of them untold.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "out/docs/index.html; browsers search only what a server sends:"
-	@echo "  $(BIN)/python -m http.server --bind 127.0.0.1 --directory out/docs"
+	@echo "open out/docs/index.html: search works without a server, too"
 
 # The picture in the README: the page of a recipe's run, the scale growing every fourth step.
 report: $(STAMP)

@@ -58,7 +58,7 @@ class AsyncOptimizer(Optimizer):
         model: the module that holds its parameters. Needed where a forward cannot be watched
             parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
         scaler: scales the loss; its windows end with :meth:`step`.
-        step_mode: ``"overlap"``, ``"delayed"`` or ``"sync"``, as in ``ScalerConfig``.
+        step_mode: ``"overlap"``, ``"delayed"``, ``"auto"`` or ``"sync"``, as in ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
         observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
             ``scaler`` does. Ignored where the scaler has a boundary already.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
+
+logger = logging.getLogger("accel_scaler")
 
 
 class Attachment:
@@ -54,6 +58,9 @@ class Attachment:
         in_code: bool = True,
     ) -> None:
         refuse_other_scalers(accelerator)
+        self.rank: int = accelerator.process_index
+        for text in unlike_launched(accelerator) if self.rank == 0 else ():
+            warn_once(text)
         config, precision = requested_config, accelerator.mixed_precision
         refuse_unscaled(config, precision)
         self.scales: bool = precision == "fp16"
@@ -82,7 +89,6 @@ class Attachment:
             self.scaler.load_state_dict(self.scaler.state_dict() | begun)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.sharded = config.sharded or is_fsdp
-        self.rank: int = accelerator.process_index
         facts = {
             "rank": self.rank,
             "ranks": accelerator.num_processes,
@@ -141,7 +147,7 @@ class Attachment:
     def watch(self, prepared: Module, inner: Module) -> None:
         """Register the parameter names of ``inner``, the model in what the training loop calls, and
         watch it for overflows."""
-        if self.scales:
+        if self.scales and not self.config.heal:  # that one sees to it
             warn_past_float16(inner, self.fp32_modules.modules)
         self.scaler.parameter_names.add_module(inner)
         if isinstance(prepared, DistributedDataParallel):
@@ -267,6 +273,30 @@ class Attachment:
         """Wait for every step in flight, and publish it."""
         for optimizer in list(self.optimizers):
             optimizer.synchronize()
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning, once a process."""
+    logger.warning("%s", text)
+
+
+def unlike_launched(accelerator: Any) -> Iterator[str]:
+    """How an accelerator differs from what the launcher has left in the environment for it."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    wanted, got = os.environ.get(name, "no").lower(), accelerator.mixed_precision
+    if wanted != got and wanted in ("fp16", "bf16"):
+        yield (
+            f"mixed_precision: got {got!r} from the script, expected {wanted!r}, as launched "
+            f"({name}). The script's holds; take it out there, or launch with {got!r}."
+        )
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world > accelerator.num_processes and "LOCAL_RANK" in os.environ:
+        yield (
+            f"got an accelerator of {accelerator.num_processes} process, expected {world} "
+            "(WORLD_SIZE): each process trains alone, and writes what the others write. To train "
+            "together on a CPU set ACCELERATE_USE_CPU=true; else start one process."
+        )
 
 
 def attachment_of(accelerator: Any) -> Attachment | None:

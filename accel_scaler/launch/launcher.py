@@ -39,8 +39,9 @@ from ..config import (
     merge,
     suggestion,
 )
-from ..config_file import PACKAGE, find_config, read_config
+from ..config_file import PACKAGE, find_config, read_config, shipped_configs
 from ..console import plain, say, written
+from ..devices import present_type
 from ..errors import AccelScalerError, ConfigError, UnsupportedError
 from ..integrations import scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
@@ -48,6 +49,7 @@ from .flags import DEST, add_flags, own_parser
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
+USE_CPU = "ACCELERATE_USE_CPU"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -88,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     args, ours = parse(argv)
     refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        config, sources = prepare(args, ours, Path(folder), refused)
+        config, sources, precision = prepare(args, ours, Path(folder), refused)
         if ours.dry_run:
             for name, value in dataclasses.asdict(config).items():
                 say(f"{name:<22} {written(value):<12} {sources.get(name, 'default')}")
@@ -101,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
             changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
+            what += f"; mixed_precision={precision!r}, unless the script names another"
             print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
         with _environment(config.to_env(sources), _set_in(sources), ours.no_attach):
             return _run(args)
@@ -111,8 +114,8 @@ def prepare(
     ours: argparse.Namespace,
     folder: Path,
     refused: list[AccelScalerError],
-) -> tuple[ScalerConfig, dict[str, str]]:
-    """The settings of a launch, and the sources of those that have one.
+) -> tuple[ScalerConfig, dict[str, str], str]:
+    """The settings of a launch, the sources of those that have one, and the precision.
 
     Args:
         args: Accelerate's; the config file in it is replaced by one without our section.
@@ -131,8 +134,10 @@ def prepare(
     if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
         text = f"the script {script!r} does not exist (from {os.getcwd()})."
         refused.append(ConfigError(text))
+    precision = "no"
     try:
         merged = _merged_by_accelerate(args)
+        precision = merged.mixed_precision
         if not ours.no_attach:
             _refuse_unsuitable(merged)
         # Ranks on other hosts write only to a path with {rank}.
@@ -140,7 +145,7 @@ def prepare(
             refuse_unwritable(path)
     except AccelScalerError as error:
         refused.append(error)
-    return config, sources
+    return config, sources, precision
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
@@ -152,6 +157,10 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     else:
         return []
     section, rest = read_config(path)
+    if not path.stat().st_size:
+        raise ConfigError(
+            f"{path}: the file is empty. First: accelerate config --config_file {path}"
+        )
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")
@@ -174,11 +183,19 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
 
 
 def _refuse_unsuitable(merged: Any) -> None:
-    on_cpu, ranks = merged.cpu or merged.use_cpu, merged.num_processes or 1
-    if merged.use_fsdp and on_cpu and ranks > 1:
+    ranks, present = str(merged.num_processes or 1), present_type()  # of a file it may be a text
+    reasons = {
+        "use_cpu": merged.cpu or merged.use_cpu,
+        USE_CPU: os.environ.get(USE_CPU, "").lower() in ("y", "yes", "t", "true", "on", "1"),
+        f"this machine has {present} only": present in ("cpu", "mps"),
+    }
+    why = next(filter(reasons.get, reasons), None)
+    if merged.use_fsdp and ranks != "1" and why is not None:
         raise UnsupportedError(
-            f"got FSDP with use_cpu and num_processes={ranks}: on a CPU there is no FSDP, and each "
-            "process would train alone. Take out use_cpu (--cpu), or give --num_processes 1."
+            f"got FSDP with num_processes={ranks} without GPUs ({why}): Accelerate shards nothing "
+            f"there; each process would hold the whole model, and without {USE_CPU}=true train "
+            "alone. Take out what forbids GPUs, or give --num_processes 1; for DDP on a CPU give "
+            "--multi_gpu, with that variable."
         )
     kinds = {"use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
     for flag, kind in kinds.items():
@@ -190,9 +207,10 @@ def _refuse_unsuitable(merged: Any) -> None:
 
 
 def _set_in(sources: Mapping[str, str]) -> str:
-    """Where the user of this launch would change a setting: in ``flags``, or in the file."""
-    used = set(sources.values())
-    return "flags" if "command line" in used else min(used - {"environment"}, default="flags")
+    """Where the user of this launch would change a setting: in ``flags``, or in a file that is not
+    one of the package."""
+    files = set(sources.values()).difference(map(str, shipped_configs().values()))
+    return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
 
 
 @contextmanager

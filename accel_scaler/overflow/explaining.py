@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import weakref
@@ -460,17 +459,15 @@ class OverflowExplainer(Observer):
             return
         if found.where:  # else it cannot be run again
             window.healed = healer.heal(self.models, found, at_scale_1)
-        if not window.healed:
-            return
-        logger.warning(
-            "window %d: in float32 from now on: %s, since no scale cures: %s. %.2g%% of the "
-            "parameters are in float32. In the config, from the start: fp32_modules: %s",
-            window.index,
-            ", ".join(window.healed),
-            found.text,
-            100 * healer.share(self.models),
-            json.dumps(healer.fp32_modules.patterns),
-        )
+        if window.healed:
+            logger.warning(
+                "window %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "
+                "parameters in all)",
+                window.index,
+                found.short,
+                ", ".join(window.healed),
+                100 * healer.share(self.models),
+            )
 
     def _start_watching(self, why: str) -> None:
         """Watch modules while they run. ``why``: the window could not be run again."""

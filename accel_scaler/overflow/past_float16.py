@@ -43,7 +43,7 @@ def warn_past_float16(model: Module, in_float32: Iterable[Module] = ()) -> None:
     if names:
         logger.warning(
             "%s: float16 ends at 65504, so in a float16 product this is inf, and every window "
-            "overflows at any scale. Keep the module in float32: fp32_modules=(%r,), or heal=True.",
+            "overflows at any scale. To keep the module in float32: heal, or fp32_modules with %r.",
             listed(names[:MAX_NAMES], len(names)),
             names[0].partition(" ")[0].rpartition(".")[0] or "*",
         )

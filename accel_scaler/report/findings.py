@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from statistics import median
 
 from ..console import counted, number, percent
-from ..telemetry import Finding, diagnose, ending
+from ..telemetry import Finding, as_set, diagnose, ending
 from .run import Run
 
 MANY_CLIPPED = LITTLE_HIDDEN = 0.5
@@ -39,13 +38,14 @@ def waiting(run: Run) -> Finding | None:
         return Finding(
             "good",
             f"{text} behind the training thread's own work.",
-            "How much shorter a step is for it only a run in sync shows: compare windows a second.",
+            "How much faster than sync that is only windows in sync show: those of another run, or "
+            'of step_mode="auto".',
         )
     return Finding(
         "warn",
         f"Only {text}: the training thread waited {run.waited_us / 1e6:.3g} s in all.",
-        "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or use "
-        'step_mode="sync": there is too little to run beside.',
+        "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or go back: "
+        f"{as_set(run, 'step_mode', 'sync')}. There is too little to run beside.",
     )
 
 
@@ -53,14 +53,9 @@ def chosen_mode(run: Run) -> Finding | None:
     if not run.modes:
         return None
     ran = f"{run.modes['overlap']:,} of {counted(run.modes.total(), 'window')} ran in overlap"
-    if not (run.by_mode.get("sync") and run.by_mode.get("overlap")):
+    if run.gain is None:
         return Finding("note", f'step_mode="auto": {ran}, the others in sync.')
-    sync, overlap = (median(run.by_mode[mode]) * 1e3 for mode in ("sync", "overlap"))
-    return Finding(
-        "note",
-        f'step_mode="auto": {ran}. One took {overlap:.3g} ms there, {sync:.3g} ms in sync (medians '
-        "of the first ones).",
-    )
+    return Finding("note", f'step_mode="auto": {ran}; {"{} {}: {}".format(*run.gain)}.')
 
 
 def broken_lines(run: Run) -> Finding | None:

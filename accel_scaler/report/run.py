@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 from ..console import percent, plain
 from ..telemetry import Diagnosis, Noted, Record, headroom
@@ -86,6 +87,19 @@ class Run(Diagnosis):
     def hidden(self) -> str:
         """The share of the updates' time that the training thread did not wait for."""
         return percent(self.optimizer_us - self.waited_us, self.optimizer_us)
+
+    @property
+    def gain(self) -> tuple[str, str, str] | None:
+        """Where ``step_mode="auto"`` has had both modes: ``"overlap faster than sync by"``, or
+        slower; ``"33 %"``; and the medians of the first windows of each, with their numbers."""
+        overlap, sync = (self.by_mode.get(mode) or [0.0] for mode in ("overlap", "sync"))
+        there, here = median(overlap), median(sync)
+        if not (there and here):
+            return None
+        which = "faster" if there <= here else "slower"
+        times = f"{there * 1e3:.3g} ms a window (median of {len(overlap)}), in sync "
+        times += f"{here * 1e3:.3g} ms (of {len(sync)})"
+        return f"overlap {which} than sync by", percent(abs(here - there), here), times
 
     @property
     def windows_per_second(self) -> float | None:

@@ -31,7 +31,12 @@ class Origin:
     input: Pair | None
     output: Pair | None
     text: str
-    """One sentence."""
+    """One sentence: what overflowed, a comma, the micro-batch and what was seen."""
+
+    @property
+    def short(self) -> str:
+        """What overflowed, without what was seen."""
+        return self.text.partition(",")[0]
 
     @property
     def is_of_data(self) -> bool:

@@ -9,7 +9,13 @@ training depends on it. ``Diagnosis`` adds records up, live and from the file; `
 from typing import TYPE_CHECKING
 
 from .diagnosis import LARGEST as LARGEST, Diagnosis as Diagnosis, headroom as headroom
-from .findings import Finding as Finding, diagnose as diagnose, ending as ending, verdict as verdict
+from .findings import (
+    Finding as Finding,
+    as_set as as_set,
+    diagnose as diagnose,
+    ending as ending,
+    verdict as verdict,
+)
 from .history import History as History
 from .record import (
     FIRST_BYTES as FIRST_BYTES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from ..console import counted, number, percent
+from ..console import counted, number, percent, written
 from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 
 Level = Literal["bad", "warn", "note", "good"]
@@ -97,8 +97,7 @@ def streak(run: Diagnosis) -> Finding | None:
 def cause_of_skips(run: Diagnosis) -> str:
     """Where the skips at the end of a run begin, and what helps."""
     if _is_search(run):
-        scale = number(run.last_scale)
-        return f"Go on, or begin there, with a smaller init_scale ({scale})."
+        return f"Train for longer, or begin there: {as_set(run, 'init_scale', run.last_scale)}."
     if run.last_kind == "spike":
         return (
             "The gradient norm is a spike. Look at the data of these windows, or raise "
@@ -158,13 +157,13 @@ def in_float32(run: Diagnosis) -> list[str]:
 def as_set(run: Diagnosis, name: str, value: Any) -> str:
     """A setting, written for the way in which the run was set: ``--heal``, ``heal: true`` for a
     config file, or ``heal=True``."""
-    is_text, is_switch, way = isinstance(value, str), value is True, run.set_in
+    is_list, way = isinstance(value, list), run.set_in
     if way == "code":
         return f"{name}={value!r}"
     if way == "flags":
-        text = value if is_text else "" if is_switch else shlex.quote(",".join(value))
-        return f"--{name} {text}".rstrip()
-    return f"{name}: {'true' if is_switch else value}"
+        text = shlex.quote(",".join(value) if is_list else written(value))
+        return f"--{name}" if value is True else f"--{name} {text}"
+    return f"{name}: {value if is_list else written(value)}"
 
 
 def next_run(run: Diagnosis, name: str, value: Any) -> str:

@@ -200,8 +200,12 @@ def test_nothing_is_healed_where_nothing_helps_or_it_would_be_too_much(
     with caplog.at_level(logging.WARNING):
         _, records = train(make(), 4, heal=True)
     assert all(r.skipped and not r.healed for r in records)
-    (logged,) = [r.getMessage() for r in caplog.records if "heal: " in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records]
+    (logged,) = [text for text in said if "heal: " in text]
     assert why in logged
+    where = records[0].first["text"]
+    assert where.partition(",")[0] in logged
+    assert [where in text for text in said].count(True) == 2, "when it overflowed, and the verdict"
 
 
 def test_where_a_window_cannot_be_run_again_nothing_is_healed() -> None:

@@ -107,6 +107,8 @@ def test_every_field_travels_from_each_source_to_the_ranks(
     assert started.environment[SET_IN] == (argv[1] if source == "file" else "flags")
     assert main([*argv, "--growth_interval", "7", "train.py"]) == 0
     assert started.environment[SET_IN] == "flags"
+    assert main(["--config_file", "gpu_fp16_auto", "train.py"]) == 0
+    assert started.environment[SET_IN] == "flags", "nobody edits a file of the package"
     assert SET_IN not in os.environ
 
 
@@ -202,18 +204,24 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
          "bad.yaml: step_mode: got 'later'"),
         (["--min_scale", "9", "--init_scale", "4", "train.py"], "(init_scale: command line;"),
         (["--config_file", "no.yaml", "no.py"], "'no.yaml', and there is no"),
+        (["--config_file", "empty.yaml", "train.py"], "empty.yaml: the file is empty"),
         (["--multi_gpu", "--use_fsdp", "train.py"], "Accelerate refuses these arguments"),
-        (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with use_cpu and num_processes=2: "),
-        (["--config_file", "fsdp2_fp16", "--cpu", "train.py"], "each process would train alone"),
+        (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with num_processes=2 without"),
+        (["--config_file", "text.yaml", "train.py"], "got FSDP with num_processes=2 without"),
+        (["--config_file", "fsdp2_fp16", "--cpu", "train.py"], "without GPUs (use_cpu): "),
         (["--config_file", "fsdp.yaml", "--num_processes", "1", "train.py"], ""),
         (["--config_file", "fsdp.yaml", "--no_attach", "train.py"], ""),
     ],
 )  # fmt: skip
 def test_a_dry_run_prints_every_refusal_and_a_launch_raises_the_first(
-    started: Started, capsys: pytest.CaptureFixture[str], argv: list[str], refused: str
-) -> None:
+    started: Started, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    argv: list[str], refused: str,
+) -> None:  # fmt: skip
     with_section("step_mode: later\nfind_overflow: true", "bad.yaml")
     Path("fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n")
+    Path("text.yaml").write_text("distributed_type: FSDP\nnum_processes: '2'\n")
+    monkeypatch.setattr(launcher_module, "present_type", lambda: "cpu")
+    Path("empty.yaml").touch()
     Path("deepspeed.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 1\n")
     assert cli.main(["launch", "--dry_run", *argv]) == (2 if refused else 0)
     lines = capsys.readouterr().err.splitlines()
@@ -230,6 +238,35 @@ def test_a_dry_run_prints_every_refusal_and_a_launch_raises_the_first(
     with pytest.raises(AccelScalerError) as caught:
         main(argv)
     assert " ".join(str(caught.value).split()) in lines[0]
+    assert started.args is None
+
+
+@pytest.mark.parametrize(
+    ("present", "use_cpu", "flags", "why"),
+    [
+        ("cuda", None, [], ""),
+        ("cuda", "0", [], ""),
+        ("cuda", "True", [], "ACCELERATE_USE_CPU"),
+        ("cpu", None, [], "this machine has cpu only"),
+        ("mps", "", [], "this machine has mps only"),
+        ("cpu", None, ["--num_processes", "1"], ""),
+        ("cpu", "1", ["--multi_gpu"], ""),
+    ],
+)
+def test_fsdp_that_accelerate_would_leave_out_is_refused(
+    started: Started, monkeypatch: pytest.MonkeyPatch,
+    present: str, use_cpu: str | None, flags: list[str], why: str,
+) -> None:  # fmt: skip
+    """Also where neither the file nor a flag says it; ``test_config_files.py`` starts two ranks."""
+    monkeypatch.setattr(launcher_module, "present_type", lambda: present)
+    if use_cpu is not None:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+    argv = ["--config_file", "fsdp2_fp16", *flags, "train.py"]
+    if not why:
+        assert main(argv) == 0
+        return
+    with pytest.raises(AccelScalerError, match=rf"num_processes=2 without GPUs \({why}\): "):
+        main(argv)
     assert started.args is None
 
 
@@ -257,7 +294,9 @@ def test_the_section_is_taken_out_and_the_settings_are_printed(
     assert started.config == yaml.safe_load(ACCELERATE)
     assert started.config_file is not None
     assert not started.config_file.parent.exists()
-    assert (f"step_mode='overlap' ({name})" in capsys.readouterr().err) is not quiet
+    (said,) = capsys.readouterr().err.splitlines() or [""]
+    for part in (f"step_mode='overlap' ({name})", "; mixed_precision='fp16', unless "):
+        assert (part in said) is not quiet
 
 
 def test_accelerates_default_file_may_have_a_section(started: Started) -> None:

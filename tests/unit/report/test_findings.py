@@ -164,22 +164,32 @@ def test_waiting_in_overlap_mode_is_measured(waited: int, level: str, tmp_path: 
     assert (f"waited {50 * waited / 1e6:.3g} s" in finding.title) == (level == "warn")
 
 
-def test_what_auto_chose_is_told_with_both_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "gain"),
+    [(0.2, "faster than sync by 33.3 %"), (0.36, "slower than sync by 20 %")],
+)
+def test_what_auto_chose_is_told_with_both_times(overlap: float, gain: str, tmp_path: Path) -> None:
     modes = ["sync"] * 5 + ["overlap"] * 4 + [None] + ["sync"] * 2 + ["overlap"] * 60
     times, now = [], 0.0
     for before, mode in zip([None, *modes], modes, strict=False):
         # What follows a step of one mode is of that mode; a minute's pause changes no median.
-        now += {None: 9.0, "sync": 0.3, "overlap": 0.2}[before] + 60.0 * (len(times) == 7)
+        now += {None: 9.0, "sync": 0.3, "overlap": overlap}[before] + 60.0 * (len(times) == 7)
         times.append({"time": now} | ({} if mode is None else {"step_mode": mode}))
     lines = [t.start(settings={"step_mode": "auto"})]
     lines += [t.window(step, **each) for step, each in enumerate(times)]
-    finding = chosen_mode(read(tmp_path, lines))
+    run = read(tmp_path, lines)
+    finding = chosen_mode(run)
     assert finding is not None
     assert (finding.level, finding.title.count("64 of 71 windows")) == ("note", 1)
-    assert "200 ms there, 300 ms in sync" in finding.title
-    finding = chosen_mode(read(tmp_path, lines[:5]))
+    times = f"{overlap * 1e3:g} ms a window (median of 32), in sync 300 ms (of 5)"
+    assert finding.title.endswith(f"; overlap {gain}: {times}.")
+    tile = key_numbers(run)[5]
+    assert (f"{tile.name} {tile.value}", tile.more) == (f"overlap {gain}", times)
+    run = read(tmp_path, lines[:5])
+    finding = chosen_mode(run)
     assert finding is not None
     assert "0 of 4 windows" in finding.title
+    assert key_numbers(run)[5].name == "optimizer hidden", "nothing is made up"
     assert chosen_mode(read(tmp_path, t.story(9, lambda *_: False))) is None
 
 

@@ -350,9 +350,16 @@ def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> No
 
 
 def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
-    text = verdict(diagnosed(Course(5, above(0), loss=unknown, first=seen("backward", "a", "B"))))
+    course = Course(5, above(0), loss=unknown, first=seen("backward", "a", "B"))
+    text = verdict(diagnosed(course))
     assert text.startswith("Nothing was trained: 5 windows")
-    assert "init_scale (2048)" in text
+    assert text.endswith("begin there: init_scale=2048.0.")
+    for way, written in (("flags", "--init_scale 2048"), ("run.yaml", "init_scale: 2048")):
+        of = Diagnosis()
+        of.begin(Start(facts={"set_in": way}))
+        for record in course.records():
+            of.add(record)
+        assert verdict(of).endswith(f"begin there: {written}.")
 
 
 def test_what_else_the_verdict_says() -> None:

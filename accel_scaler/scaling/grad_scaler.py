@@ -155,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
         self._next_window()
 
     def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
-        if self._live is None:  # under FSDP2 `load_state` asks of one in use, too (accelerate #4289)
+        if self._live is None:  # Accelerate's FSDP2 calls it again (accelerate #4289)
             super()._lazy_init_scale_growth_tracker(dev)
 
     # Scaling, unscaling and stepping.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..config import FIELDS, KINDS, SWITCH
+from ..config import ABOUT, FIELDS, KINDS, SWITCH
 
 DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
@@ -24,10 +24,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Settings")
     for name, spec in FIELDS.items():
         default, dest = spec.default, DEST + name
-        about = f"{spec.metadata['help']} Default: {default}."
         if KINDS[name] is not SWITCH:
+            about = f"{spec.metadata['help']} Default: {default}."
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
+        about = (f"Turn off {name}, on by default: " if default else "") + ABOUT[name]
         for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
             text, shown = str(value).lower(), argparse.SUPPRESS if value is default else about
             group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)

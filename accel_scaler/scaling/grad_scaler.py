@@ -154,6 +154,10 @@ class GradScaler(torch.amp.GradScaler):
     def _per_optimizer_states(self, value: Any) -> None:
         self._next_window()
 
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        if self._live is None:  # Accelerate's FSDP2 calls it again (accelerate #4289)
+            super()._lazy_init_scale_growth_tracker(dev)
+
     # Scaling, unscaling and stepping.
 
     @untraced

@@ -340,8 +340,8 @@ def accelerate_shards_on_a_cpu() -> None:
     AcceleratorState.__init__ = names["__init__"]
 
 
-def trained_by_accelerate(precision: str, step_mode: str | None) -> list[Any]:
-    """What Accelerate's own FSDP2 trains; without a mode stock, in fp16 with torch's scaler."""
+def sharded_by_accelerate(precision: str, step_mode: str | None) -> tuple[Any, Any, Any]:
+    """Accelerator, model and optimizer; without a mode stock, in fp16 with torch's scaler."""
     reset()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -355,14 +355,19 @@ def trained_by_accelerate(precision: str, step_mode: str | None) -> list[Any]:
         kwargs_handlers=[GradScalerKwargs(**SCALER)],
     )
     assert accelerator.distributed_type is DistributedType.FSDP
-    scaled = precision == "fp16"
     if step_mode is not None:
         attach(accelerator, step_mode=step_mode)
-    elif scaled:
+    elif precision == "fp16":
         stock_fp16_on_cpu(accelerator)
     plain = net()
     model, optimizer = accelerator.prepare(plain, optimizer_of("sgd", plain.parameters()))
     assert all(hasattr(p, "placements") for p in model.parameters())
+    return accelerator, model, optimizer
+
+
+def trained_by_accelerate(precision: str, step_mode: str | None) -> list[Any]:
+    accelerator, model, optimizer = sharded_by_accelerate(precision, step_mode)
+    scaled = precision == "fp16"
     found: list[Any] = []
     for window in range(WINDOWS):
         x, y = batch(window, 0)
@@ -385,5 +390,35 @@ def test_accelerates_own_fsdp2_trains_as_stock(precision: str, tmp_path: Path) -
         accelerate_shards_on_a_cpu()
         stock, *ours = (trained_by_accelerate(precision, m) for m in (None, "sync", "overlap"))
         assert [same(run, stock) for run in ours] == [True, True], [stock, *ours]
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_load_state_under_fsdp2_leaves_the_scaler_as_it_was_saved(tmp_path: Path) -> None:
+    """Stock counts a step that torch makes to have some state, and the scale may grow at it
+    (accelerate #4289)."""
+
+    def body() -> None:
+        accelerate_shards_on_a_cpu()
+        for mode in (None, "sync", "overlap"):
+            accelerator, model, optimizer = sharded_by_accelerate("fp16", mode)
+            for window in range(3):
+                loss = nn.functional.mse_loss(model(batch(window, 0)[0]).float(), batch(0, 0)[1])
+                accelerator.backward(loss * (float("inf") if window == 0 else 1.0))
+                optimizer.step()
+                optimizer.zero_grad()
+            saved, path = accelerator.scaler.state_dict(), str(tmp_path / str(mode))
+            accelerator.save_state(path)
+            if mode is None:
+                with pytest.raises(AssertionError, match="_growth_tracker initialized before"):
+                    accelerator.load_state(path)
+            else:
+                accelerator.load_state(path)
+                assert accelerator.scaler.state_dict() == saved
+            fresh, *_ = sharded_by_accelerate("fp16", mode)
+            fresh.load_state(path)
+            assert (saved["scale"], saved["_growth_tracker"]) == (512.0, 2)
+            grown = {"scale": 1024.0, "_growth_tracker": 0} if mode is None else {}
+            assert fresh.scaler.state_dict() == saved | grown
 
     on_two_ranks(body, tmp_path)

@@ -57,7 +57,7 @@ MAX_LINES = {
     "telemetry": 1_510,
     "report": 1_053,
     "launch": 473,
-    "selftest": 689,
+    "selftest": 712,
     "": 981,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.

@@ -21,7 +21,7 @@ from .training import attached, optimizer_of
 
 LARGEST_ON_A_CPU, LARGEST = 4_000_000, 128_000_000
 """Parameters that are timed at most: it ends soon, and fits a small device."""
-BLOCKS, TURNS, WINDOWS = 12, 7, 2
+BLOCKS, TURNS, WINDOWS = 12, 5, 2
 ROOM, MOST_ROWS = 3.0, 8192
 """A batch has so many rows that forward and backward take ``ROOM`` times what ``sync`` waits, or
 more."""
@@ -105,7 +105,7 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
     gradients, state, masters.
     """
     found: list[dict[str, Any]] = []
-    rows, sync = 8, 0.0
+    rows, sync = 32, 0.0
     for offload in ("none", "cpu"):
         for mode in ("sync", "overlap", "delayed"):
             settings = {"step_mode": mode, "offload": offload}

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import ne
 from typing import Any, Literal
 
 import accelerate
@@ -22,14 +23,14 @@ from ..devices import device_name, present_type
 from ..errors import UnsupportedError
 from ..scaling import GradScaler
 from .estimate import estimate
-from .training import WINDOWS, Case, Seen, joined, reference, scaled_by, trained
+from .training import WINDOWS, Case, Seen, Window, joined, reference, scaled_by, trained
 
 OVERLAP = {"step_mode": "overlap"}
 CASES = {
     "skip, clip, accumulate": Case({}),
     "overlap is sync": Case(OVERLAP, adam=True),
     "delayed": Case({"step_mode": "delayed", "delay_compensation": "none"}),
-    "delayed, previewed": Case({"step_mode": "delayed"}),
+    "delayed, previewed": Case({"step_mode": "delayed"}, adam=True),
     "offload": Case(OVERLAP | {"offload": "cpu"}, adam=True),
     "float16 weights": Case(OVERLAP, weights=torch.float16),
     "bfloat16 weights": Case(
@@ -54,9 +55,11 @@ class Result:
 
 def compare(row: str, got: Seen, expected: Seen) -> Result:
     """``"ok"`` if all is equal, bit for bit; else the first thing that differs is told."""
-    for at, (one, other) in enumerate(zip(got.windows, expected.windows, strict=True)):
-        if one != other:
-            return Result(row, "failed", f"{at}: {one}", f"{at}: {other}")
+    for at, pair in enumerate(zip(got.windows, expected.windows, strict=True), 1):
+        names = [name for name, *both in zip(Window._fields, *pair, strict=True) if ne(*both)]
+        if names:
+            told = [", ".join(f"{name} {getattr(each, name)}" for name in names) for each in pair]
+            return Result(row, "failed", f"window {at}: {told[0]}", f"window {at}: {told[1]}")
     for name in ("weights", "state"):
         mine, plain = getattr(got, name), getattr(expected, name)
         if not mine.equal(plain):
@@ -141,7 +144,8 @@ def device(processes: int) -> Result:
     except Exception as error:  # of a class for each backend
         expected = "cpu" if present == "cpu" else f"cpu or {present}"
         return Result(row, "failed", name, expected, _line(error))
-    most = torch.accelerator.device_count() if found.type != "cpu" else max(processes, 1)
+    is_cpu = found.type == "cpu"
+    most = max(os.cpu_count() or 1, 2) if is_cpu else torch.accelerator.device_count()
     if not 1 <= processes <= most:
         return Result(
             row, "failed", f"{processes} processes", f"1 to {most}, each on a {found.type}"

@@ -1,6 +1,6 @@
 """One short training: attached, as users write it, and the same in plain torch.
 
-Six windows of two micro-batches with clipping and a schedule; in the fourth the loss of the last
+Six windows of two micro-batches with clipping and a schedule; in the fifth the loss of the last
 rank is inf. Each rank has data of its own. Both runs share what Accelerate prepares: autocast, and
 DDP where there are ranks. All that follows a backward is written out in :func:`reference`.
 """
@@ -24,7 +24,7 @@ from ..errors import AccelScalerError
 from ..integrations import attach, detach
 from ..scaling import GradScaler
 
-WINDOWS, MICRO_BATCHES, OVERFLOW = 6, 2, 3
+WINDOWS, MICRO_BATCHES, OVERFLOW = 6, 2, 4
 SCALE: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 CLIP, LR, MOMENTUM = 0.5, 0.05, 0.9
 LIMIT = timedelta(seconds=60)
@@ -180,7 +180,7 @@ def reference(case: Case) -> Seen:
             grads = [p.grad.float() / scale for p in params]
             model.zero_grad()
             norm = torch.nn.utils.get_total_norm(grads)
-            skipped, (rate,) = not bool(norm.isfinite()), schedule.get_last_lr()
+            skipped = not bool(norm.isfinite())
             good = 0 if skipped else good + 1
             if is_scaled and (skipped or good == SCALE["growth_interval"]):
                 scale, good = scale * (0.5 if skipped else 2.0), 0
@@ -191,8 +191,7 @@ def reference(case: Case) -> Seen:
                 g *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
                 master.grad = None if skipped else g.to(place)
                 if is_late and previewed:
-                    p.add_(optimizer.state[master]["momentum_buffer"], alpha=-rate * MOMENTUM)
-                    p.add_(g, alpha=-rate)
+                    preview_(p, g, optimizer, master)
             if not skipped:
                 optimizer.step()
                 for _ in range(accelerator.num_processes):  # as Accelerate's schedulers do
@@ -203,6 +202,22 @@ def reference(case: Case) -> Seen:
             seen.append(Window(skipped, scale, float(rate), math.inf if skipped else float(norm)))
         torch._foreach_copy_(params, masters)
         return _ended(seen, model, optimizer)
+
+
+def preview_(p: Tensor, g: Tensor, optimizer: torch.optim.Optimizer, master: Tensor) -> None:
+    """Write AdamW's preview to ``p``, in float32: the formula of docs/one-step-late.md, where ``s``
+    is the root mean square of the denominators, with the operations that round as ours do."""
+    group, state = optimizer.param_groups[0], optimizer.state[master]
+    (beta1, beta2), count = group["betas"], float(state["step"])
+    step = group["lr"] / (1 - beta1 ** (count + 1))
+    root = 1 / math.sqrt(1 - beta2**count)
+    below = state["exp_avg_sq"].sqrt().add_(group["eps"] / root)
+    torch.mul(master, 1 - group["lr"] * group["weight_decay"], out=p)
+    p.addcdiv_(state["exp_avg"], below, value=-step * beta1 / root)
+    s = root * math.sqrt(float(torch._foreach_norm([below])[0]) ** 2 / below.numel())
+    r = math.sqrt((1 - beta2 ** (count + 1)) / (1 - beta2))
+    rate = torch.tensor(-step * (1 - beta1) / s, device=p.device)
+    torch._foreach_addcmul_([p], [g.clamp(-r * s, r * s)], [rate])
 
 
 def scaled_by(kind: type[GradScaler] | type[torch.amp.GradScaler]) -> Seen:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # now: it makes a folder for its cache
 from accelerate.state import AcceleratorState, PartialState
 from children import on_two_ranks
 
@@ -27,7 +28,7 @@ from accel_scaler.overflow import OverflowExplainer
 from accel_scaler.scaling import GradScaler
 from accel_scaler.scaling.update_rule import Rule
 from accel_scaler.selftest import estimate, rows
-from accel_scaler.selftest.training import joined
+from accel_scaler.selftest.training import attached, joined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALONE = [name for name in rows.ROWS if name != "ranks agree"]
@@ -53,6 +54,10 @@ def doubled(shares: Any) -> Any:
     return lambda *args: [share._replace(rate=2 * share.rate) for share in shares(*args)]
 
 
+def without_count(load: Any) -> Any:
+    return lambda self, state: load(self, state | {"_growth_tracker": 0})
+
+
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "scaler is torch's": (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False)),
     "skip, clip, accumulate": (Clipping, "clip_norm", loosely),
@@ -66,11 +71,15 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "save and resume": (GradScaler, "load_state_dict", lambda _: lambda *args: None),
 }
 """A fault of the package for each row: an attribute, and what takes its place."""
+OTHERS = [
+    ("delayed, previewed", FAULTS["delayed"]),
+    ("save and resume", (GradScaler, "load_state_dict", without_count)),
+]
 
 
-def break_it(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
-    owner, name, fault = FAULTS[row]
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+def break_it(monkeypatch: pytest.MonkeyPatch, fault: tuple[Any, str, Callable[[Any], Any]]) -> None:
+    owner, name, make = fault
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
 
 
 def run(*arguments: str) -> int:
@@ -83,15 +92,32 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "LARGEST_ON_A_CPU", 10_000)
 
 
-@pytest.mark.parametrize("row", ALONE)
-def test_a_row_holds_and_its_fault_is_told(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+@pytest.mark.parametrize(("row", "fault"), [*FAULTS.items(), *OTHERS])
+def test_a_row_holds_and_its_fault_is_told(
+    monkeypatch: pytest.MonkeyPatch, row: str, fault: tuple[Any, str, Callable[[Any], Any]]
+) -> None:
     with joined():
         held = rows.attempt(row, rows.ROWS[row])
         assert (held.status, held.got) == ("ok", held.expected), held
-        break_it(monkeypatch, row)
+        break_it(monkeypatch, fault)
         found = rows.attempt(row, rows.ROWS[row])
     assert found.status == "failed"
     assert found.got != found.expected
+    assert "Window(" not in found.got, "what differs alone"
+
+
+def test_what_is_timed_is_an_update_of_ordinary_numbers() -> None:
+    with joined(), attached("no") as accelerator:
+        trial = estimate.Trial(accelerator, 10_000)
+        for _ in range(40):
+            trial.train(8)
+        assert (accelerator.scaler_history.boundaries, accelerator.scaler_history.skips) == (41, 0)
+        moments = [state["exp_avg_sq"] for state in trial.optimizer.state.values()]
+        tiny = torch.finfo(torch.float32).tiny  # below it a CPU is slower by far
+        assert all(((each == 0) | (each > tiny)).float().mean() > 0.9 for each in moments)
+        trial.rows.fill_(torch.inf)
+        with pytest.raises(RuntimeError, match="was skipped"):
+            trial.train(8)
 
 
 def test_every_row_has_its_fault() -> None:
@@ -145,7 +171,7 @@ def test_a_size_is_a_number_with_a_unit(text: str, size: int) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("fault", [None, "delayed"])
+@pytest.mark.parametrize("fault", [None, "retry loses no batch"])
 def test_the_command_tells_each_row_and_leaves_nothing_behind(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -153,7 +179,7 @@ def test_the_command_tells_each_row_and_leaves_nothing_behind(
     fault: str | None,
 ) -> None:
     if fault is not None:
-        break_it(monkeypatch, fault)
+        break_it(monkeypatch, FAULTS[fault])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a user's, and not of the rows
     monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", "delayed")
@@ -187,7 +213,8 @@ BAD: dict[str, tuple[list[str], str, str]] = {
     "no device": (["--device", "gpu"], "gpu", "cpu"),
     "trains nothing": (["--device", "meta"], "meta", "cpu"),
     "no number": (["--parameters", "350X"], "350X", "a number above 0, such as 350M or 1.5B"),
-    "no process": (["--num_processes", "0", "--device", "cpu"], "0 processes", "1 to 1"),
+    "no process": (["--num_processes", "0", "--device", "cpu"], "0 processes", "1 to "),
+    "many processes": (["--num_processes", "9999", "--device", "cpu"], "9999 processes", "1 to "),
     "for ranks": (["--num_processes", "2", "--device", "xpu"], "xpu", "cpu"),
 }
 

@@ -500,7 +500,6 @@ class AsyncStepper(Stepper):
             update,
             publishes_first=self.has_newer or previews is not None,
             is_stale=is_stale,
-            measures=self.measures_preview,
             number=self.steps + 1,
         )
         if replica.is_sharded:  # FSDP2 took them on a stream of its own

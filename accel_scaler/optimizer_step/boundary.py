@@ -90,7 +90,6 @@ class Boundary:
         ``fold_unscale`` is set."""
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
-        stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:

@@ -50,12 +50,12 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_232,
-    "optimizer_step": 2_023,
-    "async_optimizer": 5_036,
+    "optimizer_step": 2_018,
+    "async_optimizer": 4_983,
     "integrations": 1_377,
     "overflow": 2_853,
-    "telemetry": 1_510,
-    "report": 1_053,
+    "telemetry": 1_505,
+    "report": 1_049,
     "launch": 473,
     "selftest": 689,
     "": 981,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_227
+MAX_SUM = 18_160
 """The aim is 16,000."""
 
 

@@ -50,9 +50,9 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_232,
-    "optimizer_step": 2_018,
+    "optimizer_step": 2_017,
     "async_optimizer": 4_983,
-    "integrations": 1_377,
+    "integrations": 1_365,
     "overflow": 2_853,
     "telemetry": 1_505,
     "report": 1_049,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_160
+MAX_SUM = 18_147
 """The aim is 16,000."""
 
 

@@ -52,8 +52,8 @@ MAX_LINES = {
     "scaling": 2_232,
     "optimizer_step": 2_017,
     "async_optimizer": 4_983,
-    "integrations": 1_365,
-    "overflow": 2_853,
+    "integrations": 1_363,
+    "overflow": 2_795,
     "telemetry": 1_505,
     "report": 1_049,
     "launch": 473,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_147
+MAX_SUM = 18_087
 """The aim is 16,000."""
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import assert_same, lazy, sleepy
+from async_support import assert_same, lazy
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler import AsyncOptimizer, UnsupportedError
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,40 +197,6 @@ def test_a_scheduler_and_a_bound_method_do_not_replace_the_step() -> None:
         schedulers[id(optimizer)].step()
 
     assert_equal(ours(scheduled, advance), plain(scheduled, advance))
-
-
-# Two optimizers share parameters.
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: str) -> None:
-    def run(wrap: Callable[..., Any], scaler: Any) -> list[Tensor]:
-        model = net()
-        params = list(model.parameters())
-        first = wrap(torch.optim.SGD(params, lr=LR, momentum=0.5), model)
-        second = wrap(torch.optim.SGD(params[1:3], lr=0.5), model)
-        for step in range(4):
-            scaler.scale(loss_of(model, step)).backward()
-            for optimizer in (first, second):
-                optimizer.step()
-            for optimizer in (first, second):
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-            # What is not zeroed is not lost.
-            loss_of(model, step).mul(0.25).backward()
-            first.zero_grad()
-        for optimizer in (first, second):
-            getattr(optimizer, "close", lambda: None)()
-        return [p.detach().clone() for p in params]
-
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    reference = run(lambda optimizer, model: optimizer, off)
-    with sleepy(0.01):  # two workers, which each go on by themselves
-        got = run(
-            lambda optimizer, model: AsyncOptimizer(optimizer, model, offload=offload),
-            GradScaler("cpu", enabled=False) if scaled else off,
-        )
-    assert_same(got, reference)
 
 
 # Hooks.

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..config import ScalerConfig
-from ..devices import is_capturing, refuse_capture
+from ..devices import is_capturing
 from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import (
     InlineStepper,
@@ -343,7 +343,6 @@ class AsyncStepper(Stepper):
         Blocks until the step before is finished; does not synchronise with the device. Where it
         raises, nothing was taken.
         """
-        self._refuse_capture("optimizer.step()")
         self.claim()
         self.was_skipped = False
         with self._choosing():
@@ -376,7 +375,6 @@ class AsyncStepper(Stepper):
 
         ``prepare`` returns it, once the step before is finished. What is ``deferred`` comes first.
         """
-        self._refuse_capture("submit()")
         self.claim()
         with self._choosing():
             self._finish_for_boundary()
@@ -435,15 +433,17 @@ class AsyncStepper(Stepper):
         is_common = self.is_ddp or self.replica.is_sharded
         return of_rank_0(answer, self.streams.device) if is_common else answer
 
-    def _refuse_capture(self, call: str) -> None:
-        if self.streams.copies_beside:
-            refuse_capture(call)
-
     def _finish_for_boundary(self, follows: bool = True) -> None:
         if self.stage is Stage.CLOSED:
             raise OrderError(
                 f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
                 "Make another AsyncOptimizer, or prepare the optimizer again."
+            )
+        if self.streams.copies_beside and is_capturing():
+            raise UnsupportedError(
+                "optimizer.step(): a graph is being captured on this stream, and cannot hold a "
+                "step that another thread takes. Call optimizer.synchronize() before the capture, "
+                "capture forward and backward, and step outside of it."
             )
         self.lift_fence()  # no forward that is seen came between
         self.finish()
@@ -647,7 +647,6 @@ class AsyncStepper(Stepper):
         return part if self.streams.copies_beside else step.task.done
 
     def _await_part(self, step: InflightStep, part: int) -> None:
-        self._refuse_capture("a parameter whose update is due")
         if not step.wait(part):
             self._finish(step)
         step.follow(part)
@@ -682,7 +681,6 @@ class AsyncStepper(Stepper):
         self._finish_preparation()
 
     def _finish(self, step: InflightStep, everywhere: bool = False) -> None:
-        self._refuse_capture("a step in flight")
         ok = self._wait(step)
         if everywhere:
             self.streams.follow_last(on_host=True)

@@ -50,21 +50,21 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_232,
-    "optimizer_step": 2_017,
-    "async_optimizer": 4_944,
+    "optimizer_step": 2_013,
+    "async_optimizer": 4_942,
     "integrations": 1_363,
     "overflow": 2_795,
     "telemetry": 1_505,
     "report": 1_049,
     "launch": 473,
     "selftest": 689,
-    "": 981,
+    "": 967,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_048
+MAX_SUM = 18_028
 """The aim is 16,000."""
 
 

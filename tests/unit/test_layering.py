@@ -51,10 +51,10 @@ WITHOUT_TORCH = {
 MAX_LINES = {
     "scaling": 2_232,
     "optimizer_step": 2_013,
-    "async_optimizer": 4_942,
+    "async_optimizer": 4_938,
     "integrations": 1_363,
     "overflow": 2_795,
-    "telemetry": 1_505,
+    "telemetry": 1_499,
     "report": 1_049,
     "launch": 473,
     "selftest": 689,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_028
+MAX_SUM = 18_018
 """The aim is 16,000."""
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig, merge
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
-from ..optimizer_step import Boundary, StepTiming, async_stepper_of, boundary_of
+from ..optimizer_step import Boundary, async_stepper_of, boundary_of
 from ..scaling import GradScaler, parameters_of, whole
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
@@ -148,11 +148,6 @@ class AsyncOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
-
-    @property
-    def timing(self) -> StepTiming | None:
-        """When the last update ran, and who waited for it; None: none was handed over yet."""
-        return self._stepper.timing
 
     @property
     def step_was_skipped(self) -> bool:

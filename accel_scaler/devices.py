@@ -78,20 +78,6 @@ def is_capturing() -> bool:
     return asks is not None and bool(module.is_initialized() and asks())
 
 
-def refuse_capture(call: str) -> None:
-    """Raise ``UnsupportedError`` while this thread captures a graph.
-
-    A step waits for the device to know of an overflow, which a graph cannot hold; and during a
-    capture no other thread may allocate memory of the device.
-    """
-    if is_capturing():
-        raise UnsupportedError(
-            f"{call}: a graph is being captured on this stream, and cannot hold a checked step. "
-            "Call optimizer.synchronize() before the capture, capture forward and backward, and "
-            "step outside of it."
-        )
-
-
 class Streams:
     """The streams of one device; any thread may use them. Only ``synchronize`` waits for it."""
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..config import ScalerConfig
-from ..devices import is_capturing, refuse_capture
+from ..devices import is_capturing
 from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import (
     InlineStepper,
@@ -71,7 +71,7 @@ from .pending_parameter import (
 from .preview import Previews
 from .replica import Replica, is_empty
 from .shared_memory import place_of
-from .shared_parameters import enter, find_shared, leave, others_of, refuse_sharing
+from .shared_parameters import enter, leave, refuse_sharing
 from .streams import SideStreams
 from .supported_optimizers import refuse_overlap
 from .worker import Worker
@@ -170,8 +170,6 @@ class AsyncStepper(Stepper):
         self.hooks: Any = None
         self.timing: StepTiming | None = None
         self.wait_at = WaitAt.USE
-        self.shared: frozenset[int] = frozenset()
-        """``id`` of parameters that another optimizer steps too: it needs their gradients."""
         self.sees_forwards = False
         """A model is watched, so it is known when a training forward begins."""
         self.stage = Stage.IDLE
@@ -238,9 +236,6 @@ class AsyncStepper(Stepper):
         """Follow changes from outside: groups, parameters, their values."""
         self._wait_for_those_of_others()
         is_current = self.replica.is_current()
-        if not is_current:  # others may step what has come
-            find_shared()
-            self._finish_others()
         self._finish_preparation()
         # Masters made in an evaluation are stepped outside of it.
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
@@ -348,7 +343,6 @@ class AsyncStepper(Stepper):
         Blocks until the step before is finished; does not synchronise with the device. Where it
         raises, nothing was taken.
         """
-        self._refuse_capture("optimizer.step()")
         self.claim()
         self.was_skipped = False
         with self._choosing():
@@ -377,15 +371,13 @@ class AsyncStepper(Stepper):
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None
     ) -> None:
         """Run a function on the optimizer thread with the gradients as they are now. It owns them:
-        ``.grad`` is None then, except where another optimizer steps the parameter too.
+        ``.grad`` is None then.
 
         ``prepare`` returns it, once the step before is finished. What is ``deferred`` comes first.
         """
-        self._refuse_capture("submit()")
         self.claim()
         with self._choosing():
             self._finish_for_boundary()
-            find_shared()  # another may have come to need what is taken here
             fn = prepare()
             with self.lock:
                 grads = [p.grad for p in self.replica.params]
@@ -441,29 +433,26 @@ class AsyncStepper(Stepper):
         is_common = self.is_ddp or self.replica.is_sharded
         return of_rank_0(answer, self.streams.device) if is_common else answer
 
-    def _refuse_capture(self, call: str) -> None:
-        if self.streams.copies_beside:
-            refuse_capture(call)
-
     def _finish_for_boundary(self, follows: bool = True) -> None:
         if self.stage is Stage.CLOSED:
             raise OrderError(
                 f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
                 "Make another AsyncOptimizer, or prepare the optimizer again."
             )
+        if self.streams.copies_beside and is_capturing():
+            raise UnsupportedError(
+                "optimizer.step(): a graph is being captured on this stream, and cannot hold a "
+                "step that another thread takes. Call optimizer.synchronize() before the capture, "
+                "capture forward and backward, and step outside of it."
+            )
         self.lift_fence()  # no forward that is seen came between
         self.finish()
-        self._finish_others()
         if follows:
             self.refresh()
         else:  # over thousands of tensors that takes a while
             self._wait_for_those_of_others()
         self.wait_for_gradients()
         self.reads_beside = self.is_beside
-
-    def _finish_others(self) -> None:
-        for other in others_of(self):
-            other.finish()
 
     def _run_hooks(self, when: str) -> None:
         """The optimizer's own and the global step hooks, on the training thread, as torch does."""
@@ -500,7 +489,6 @@ class AsyncStepper(Stepper):
             update,
             publishes_first=self.has_newer or previews is not None,
             is_stale=is_stale,
-            measures=self.measures_preview,
             number=self.steps + 1,
         )
         if replica.is_sharded:  # FSDP2 took them on a stream of its own
@@ -517,8 +505,7 @@ class AsyncStepper(Stepper):
             self.stage, self._inflight = Stage.RUNNING, step
             if fn is not None:
                 for p in replica.params:
-                    if id(p) not in self.shared:
-                        p.grad = None
+                    p.grad = None
             self._hold_gradients(step, held, 1 if reads_device else step.lead + 1)
             written = stepped if previews is not None or not is_stale else []
             torch.autograd.graph.increment_version([*(before if step.lead else ()), *written])
@@ -583,7 +570,7 @@ class AsyncStepper(Stepper):
         sent: list[Any] = []
         on_device: list[Tensor | None] | None = None
         if fn is not None:
-            grads = self._own(grads)
+            grads = [g.clone() if g is not None and is_shared(g) else g for g in grads]  # for good
         if replica.sends:
             unscale_in_place(replica.ordered, grads, deferred)
             deferred, there = on_host(deferred), grads
@@ -611,13 +598,6 @@ class AsyncStepper(Stepper):
             on_edits=self._log_edits if looks else None,
         )
         return update, held
-
-    def _own(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Those that a function is given, for good: what others write to, or need, is copied."""
-        return [
-            grad.clone() if grad is not None and (is_shared(grad) or id(p) in self.shared) else grad
-            for p, grad in zip(self.replica.params, grads, strict=True)
-        ]
 
     def _hold_gradients(
         self, step: InflightStep, held: Sequence[Tensor | None], first: int
@@ -667,7 +647,6 @@ class AsyncStepper(Stepper):
         return part if self.streams.copies_beside else step.task.done
 
     def _await_part(self, step: InflightStep, part: int) -> None:
-        self._refuse_capture("a parameter whose update is due")
         if not step.wait(part):
             self._finish(step)
         step.follow(part)
@@ -702,7 +681,6 @@ class AsyncStepper(Stepper):
         self._finish_preparation()
 
     def _finish(self, step: InflightStep, everywhere: bool = False) -> None:
-        self._refuse_capture("a step in flight")
         ok = self._wait(step)
         if everywhere:
             self.streams.follow_last(on_host=True)

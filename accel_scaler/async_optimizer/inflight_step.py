@@ -19,7 +19,7 @@ from ..optimizer_step import StepTiming
 from ..scaling import SMALL, DeferredUnscale
 from .master_params import goes_to_master
 from .pending_parameter import ParameterHold, can_hold_parameters
-from .preview import PreviewError, Previews
+from .preview import Previews
 from .replica import Part, Replica
 from .streams import PartEvents
 from .worker import Task
@@ -81,8 +81,6 @@ class InflightStep:
     publishes_first: InitVar[bool]
     is_stale: bool
     """The update is published at the next boundary."""
-    measures: bool
-    """Compare the preview with the update, into ``timing``."""
     number: int
     """Of the update, in errors."""
     hold: ParameterHold | None = None
@@ -243,13 +241,6 @@ class InflightStep:
 
     def _step(self, update: Update) -> None:
         replica, grads, deferred = self.replica, update.grads, update.deferred
-        # With state on the host the model is on a device, where it may be written to meanwhile.
-        is_near = self.streams.is_host or not replica.offload
-        error: PreviewError | None = None
-        if self.measures and update.previews is not None and is_near:
-            stepped = zip(replica.ordered, grads, strict=True)
-            pairs = [p for p, g in stepped if p.is_master and g is not None]
-            error = PreviewError(pairs) if pairs else None
         for part in replica.parts:
             mine = slice(part.start, part.end)
             final: list[Any] = grads[mine]
@@ -260,8 +251,6 @@ class InflightStep:
             follow = None if update.previews is None else update.previews.behind()
             replica.step_part(part, final, deferred, not self.is_stale, follow)
             self._advance()
-        if error is not None:
-            self.timing.preview_error = error.read()
 
     def _run(self, update: Update, fn: Callable[[], object]) -> None:
         replica = self.replica

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig, merge
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
-from ..optimizer_step import Boundary, Observer, StepTiming, async_stepper_of, boundary_of
+from ..optimizer_step import Boundary, async_stepper_of, boundary_of
 from ..scaling import GradScaler, parameters_of, whole
 from .async_stepper import AsyncStepper
 from .hooks import SyncHooks
@@ -60,8 +60,6 @@ class AsyncOptimizer(Optimizer):
         scaler: scales the loss; its windows end with :meth:`step`.
         step_mode: ``"overlap"``, ``"delayed"``, ``"auto"`` or ``"sync"``, as in ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
-        observer: receives the events of each window, as a ``telemetry.recorder.Recorder`` of
-            ``scaler`` does. Ignored where the scaler has a boundary already.
         settings: fields of ``ScalerConfig``: ``master_weights`` (where no ``scaler`` scales,
             ``"auto"`` steps bfloat16 parameters in place, as torch does), ``delay_warmup_steps``,
             ``delay_compensation``, ``optimizer_threads``, ``fold_unscale`` and ``sharded``.
@@ -80,7 +78,6 @@ class AsyncOptimizer(Optimizer):
         scaler: GradScaler | None = None,
         step_mode: str = "overlap",
         offload: str = "none",
-        observer: Observer | None = None,
         **settings: Any,
     ) -> None:
         step_mode = settings.pop("mode", step_mode)  # its earlier name
@@ -118,9 +115,8 @@ class AsyncOptimizer(Optimizer):
             self._hooks.watch(self._models())
             self._stepper.refresh()
             if scaler is not None:  # one for all its optimizers, an accelerator's too
-                self._boundary = boundary_of(scaler) or Boundary(
-                    scaler, device, observer, skip_nonfinite=False
-                )
+                known = boundary_of(scaler)
+                self._boundary = known or Boundary(scaler, device, skip_nonfinite=False)
                 self._boundary.add(self, config.fold_unscale)
                 scaler.sharded = scaler.sharded or config.sharded
         except BaseException:
@@ -152,11 +148,6 @@ class AsyncOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         self.optimizer.state = state
-
-    @property
-    def timing(self) -> StepTiming | None:
-        """When the last update ran, and who waited for it; None: none was handed over yet."""
-        return self._stepper.timing
 
     @property
     def step_was_skipped(self) -> bool:

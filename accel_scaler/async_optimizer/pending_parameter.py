@@ -218,8 +218,7 @@ def _hold(tensors: Sequence[Any], hold: object, cls: type) -> None:
 def _release(params: Iterable[Any], mark: object) -> None:
     """Those of ``params`` that wait for ``mark`` are plain parameters again."""
     with _lock:
-        # A group may have one twice.
-        mine = {id(p): p for p in params if getattr(p, HOLD_KEY, None) is mark}.values()
+        mine = [p for p in params if getattr(p, HOLD_KEY, None) is mark]
         _consume(map(_CLASS.__set__, mine, repeat(nn.Parameter)))
         _consume(map(delattr, mine, repeat(HOLD_KEY)))
 

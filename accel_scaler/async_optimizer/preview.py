@@ -44,14 +44,10 @@ from torch.utils._pytree import tree_flatten
 from ..errors import UnsupportedError
 from ..optimizer_step import Block, Placed, Run, stretches
 from ..scaling import LOW_PRECISION, DeferredUnscale
-from .master_params import ParameterPair
 from .replica import Part, Replica, frozen
 from .supported_optimizers import is_known
 
 logger = logging.getLogger("accel_scaler")
-
-SAMPLE = 1 << 16
-"""At most so many elements of a tensor are compared by :class:`PreviewError`."""
 
 MAX_LIMIT = torch.finfo(torch.float32).max
 """torch refuses a limit past it; no gradient is larger."""
@@ -459,43 +455,6 @@ def _add_shares(run: Run, block: Block, shares: Sequence[Share], factors: Sequen
     # With the rates as tensors the kernel rounds once, as add_ does with ``alpha``.
     torch._foreach_addcmul_(sums, grads, torch.tensor(rates, device=sums[0].device).unbind())
     torch._foreach_copy_(block.targets, sums)
-
-
-class PreviewError:
-    """How far the previews of one step are off its exact update, on samples of the tensors, in the
-    model's dtype.
-
-    Args:
-        pairs: about to be updated; the model has their previews.
-    """
-
-    @torch.no_grad()
-    def __init__(self, pairs: Sequence[ParameterPair]) -> None:
-        self._pairs = pairs
-        self._previews = [_sample(pair.target).to(torch.float32, copy=True) for pair in pairs]
-        self._before = self._rounded()
-
-    @torch.no_grad()
-    def read(self) -> float | None:
-        """After the update: |exact - preview| / |exact - before|; None: nothing has moved."""
-        exact, norms = self._rounded(), []
-        for other in (self._previews, self._before):
-            off = [torch.linalg.vector_norm(a - b) for a, b in zip(exact, other, strict=True)]
-            norms.append(math.hypot(*torch.stack(off).tolist()))
-        return norms[0] / norms[1] if norms[1] else None
-
-    def _rounded(self) -> list[Tensor]:
-        """What the masters round to."""
-        samples = [_sample(pair.stepped.detach()) for pair in self._pairs]
-        return [
-            sample.to(pair.target.dtype, copy=True).float()
-            for pair, sample in zip(self._pairs, samples, strict=True)
-        ]
-
-
-def _sample(t: Tensor) -> Tensor:
-    """Elements of ``t``, a view where its layout allows one; an odd stride meets every column."""
-    return t.reshape(-1)[:: -(-t.numel() // SAMPLE) | 1]
 
 
 def _settings_of(optimizer: Optimizer) -> Settings:

@@ -483,7 +483,7 @@ class Replica:
 
     def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], Run]]:
         rule, state = rule_of(self.optimizer), self.copy.state
-        if rule is None or len(self.part_of) < len(self.params):  # one of them is there twice
+        if rule is None:
             return
         for number, places in part.groups.items():
             group = self.copy.param_groups[number]

@@ -1,7 +1,5 @@
-"""Parameters that several optimizers step.
-
-Each optimizer gets their gradients. Where they have float32 masters, one optimizer owns them: the
-one that was prepared last.
+"""Parameters of several optimizers: one that steps beside forward and backward, or through float32
+masters, owns its parameters. The one that was prepared last does.
 """
 
 from __future__ import annotations
@@ -9,9 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
@@ -40,26 +36,11 @@ def enter(stepper: AsyncStepper) -> None:
     """``stepper`` steps its optimizer from now on."""
     replaced.discard(stepper.optimizer)
     _steppers.add(stepper)
-    find_shared()
 
 
 def leave(stepper: AsyncStepper) -> None:
     """``stepper`` no longer steps its optimizer."""
     _steppers.discard(stepper)
-    find_shared()
-
-
-def others_of(stepper: AsyncStepper) -> list[AsyncStepper]:
-    """The other steppers of some of its parameters."""
-    return [e for e in _steppers if e is not stepper and e.shared & stepper.shared]
-
-
-def find_shared() -> None:
-    """Set on every stepper which of its parameters other ones step, too."""
-    owned = {e: set(map(id, parameters_of(e.optimizer))) for e in _steppers}
-    counts = Counter(chain.from_iterable(owned.values()))
-    for stepper, own in owned.items():
-        stepper.shared = frozenset(i for i in own if counts[i] > 1)
 
 
 def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None:
@@ -79,14 +60,14 @@ def refuse_replaced_owner(optimizer: Optimizer) -> None:
     if optimizer in replaced:
         raise OrderError(
             f"step(): an optimizer that was prepared after this {type(optimizer).__name__} owns "
-            "its parameters, since float32 masters have one owner, and this one was closed. Call "
-            "step() of that one, or prepare a new one."
+            "its parameters, and this one was closed. Call step() of that one, prepare a new one, "
+            "or, to step both, use step_mode='sync'."
         )
 
 
 def take_over(wanted: Sequence[Wanted]) -> None:
-    """These were prepared last: close the others that have masters of their parameters, each with
-    a warning in the log. Parameters count though they are frozen, and stepped without masters as
+    """These were prepared last: close the others that own some of their parameters, each with a
+    warning in the log. Parameters count though they are frozen, and stepped without masters as
     yet. Raises ``StepError`` where the last step of one failed; it is closed all the same."""
     newest = {id(optimizer) for optimizer, _, _ in wanted}
     for other in [e for e in _steppers if id(e.optimizer) not in newest]:
@@ -114,7 +95,7 @@ def _sharing(wanted: Sequence[Wanted], beside_others: bool) -> str | None:
                 return (
                     f"a {type(one[0]).__name__} and a {type(other[0]).__name__} both step "
                     f"{conflict}: neither would see the other's update. Put them in one optimizer, "
-                    "or use step_mode='overlap' or 'sync' with float32 parameters (or bfloat16 "
+                    "or use step_mode='sync' without offload, with float32 parameters (or bfloat16 "
                     "ones and master_weights='none'). One that is to replace the other is prepared "
                     "after it, in a call of its own."
                 )
@@ -131,10 +112,9 @@ def _conflict(one: Wanted, other: Wanted, frozen_too: bool = False) -> str | Non
         return None
     own, theirs = parameters_of(one[0]), parameters_of(other[0])
     known, modes = set(map(id, own)), {one[1], other[1]}
-    low = one[2].rounded | other[2].rounded
     common = [p for p in theirs if id(p) in known and (frozen_too or p.requires_grad)]
-    if common and ("delayed" in modes or any(p.dtype in low for p in common)):
-        return f"{len(common)} parameters with float32 masters"
+    if common and (modes != {"sync"} or any(one[2].takes(p) or other[2].takes(p) for p in common)):
+        return f"{len(common)} parameters"
     others = [p for p in theirs if id(p) not in known and p.requires_grad]
     # A use of one would not wait for an update of the other, nor follow its master.
     has_masters = any(one[2].takes(p) or other[2].takes(p) for p in others)

@@ -77,6 +77,11 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "gathers can be waited for: fully_shard, or fsdp_version: 2 in an Accelerate config. "
             "Else use step_mode='sync' without offload, without AsyncOptimizer."
         )
+    if len(set(map(id, params))) < len(params):
+        raise UnsupportedError(
+            f"{name} has a parameter twice, expected each once. Name it once, or use "
+            "step_mode='sync' without offload, without AsyncOptimizer, and float32 parameters."
+        )
     if name in _BY_MATRIX and any(hasattr(p, "to_local") for p in params):
         raise UnsupportedError(
             f"{name} may need more of a parameter than this rank's shard, and collectives stay on "
@@ -98,14 +103,10 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
         )
     if others := {p.dtype for p in through} - LOW_PRECISION - {torch.float32}:
-        got = f"has parameters of {', '.join(map(str, others))}, expected float32 or less"
-    elif len(set(map(id, through))) < len(through):
-        got = "has a parameter twice in one group, expected each once"
-    else:
-        return
-    raise UnsupportedError(
-        f"{name} {got}, and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
-    )
+        raise UnsupportedError(
+            f"{name} has parameters of {', '.join(map(str, others))}, expected float32 or less, "
+            f"and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
+        )
 
 
 def refuse_overlap(optimizer: Optimizer, masters: MasterRule, names: ParameterNames) -> None:

@@ -24,7 +24,7 @@ from ..config import SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
-from ..overflow import Fp32Modules, Healer, OverflowExplainer, warn_past_float16
+from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_sharded
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
@@ -147,8 +147,6 @@ class Attachment:
     def watch(self, prepared: Module, inner: Module) -> None:
         """Register the parameter names of ``inner``, the model in what the training loop calls, and
         watch it for overflows."""
-        if self.scales and not self.config.heal:  # that one sees to it
-            warn_past_float16(inner, self.fp32_modules.modules)
         self.scaler.parameter_names.add_module(inner)
         if isinstance(prepared, DistributedDataParallel):
             self.ddp_models.add(inner)

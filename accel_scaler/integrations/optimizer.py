@@ -114,18 +114,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """
         stepper_of(self).synchronize()
 
-    def train(self) -> None:
-        """As Accelerate's (schedule-free optimizers), with finished parameters."""
-        if hasattr(self.optimizer, "train"):  # the Trainer calls this before every forward
-            self.synchronize()
-        super().train()
-
-    def eval(self) -> None:
-        """As Accelerate's (schedule-free optimizers), with finished parameters."""
-        if hasattr(self.optimizer, "eval"):
-            self.synchronize()
-        super().eval()
-
     def follow_parameters(self, frozen_too: bool = False) -> None:
         """Step through masters from now on if a trained parameter needs one; ``frozen_too``: or a
         frozen one, whose master is about to be loaded."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..devices import refuse_capture
 from ..errors import OrderError, OverflowStreakError
 from ..scaling import (
     LOW_PRECISION,
@@ -90,7 +89,6 @@ class Boundary:
         ``fold_unscale`` is set."""
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
-        stepper.measures_preview = self.check.wants_each_norm
         self.scaler.manage(stepped(optimizer), stepper)
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
@@ -149,10 +147,7 @@ class Boundary:
             OrderError: a second step in one window; gradients that no ``scale()`` produced;
                 scaled gradients added to unscaled ones.
             OverflowStreakError: too many skips in a row.
-            UnsupportedError: a graph is being captured.
         """
-        if self.device.type != "cpu":
-            refuse_capture("optimizer.step()")
         optimizer = stepped(optimizer)
         scaler, stepper = self.scaler, stepper_of(optimizer)
         scaler.manage(optimizer, stepper)

@@ -23,8 +23,7 @@ class Observer:
     wants_norms = False
     """The norm of a clip made elsewhere is read, on some rank: to complete it ranks communicate."""
     wants_each_norm = False
-    """The norm of each gradient is read, where one pass gives it beside that of all; and how far a
-    preview of a late update was off."""
+    """The norm of each gradient is read, where one pass gives it beside that of all."""
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""

@@ -40,8 +40,6 @@ class StepTiming:
     """``(start, length)`` of each wait."""
     step_mode: str | None = None
     """How it ran where that was chosen for it (``"auto"``): ``"sync"`` or ``"overlap"``."""
-    preview_error: float | None = None
-    """Of a late update, where it was measured: norm of the preview's error / of the update."""
 
 
 class Stepper(ABC):
@@ -54,8 +52,6 @@ class Stepper(ABC):
     """Unscaling and clipping may be left to the kernel."""
     reads_beside = False
     """An update that is not finished may read ``.grad``, on another thread."""
-    measures_preview = False
-    """Measure ``StepTiming.preview_error``."""
 
     @property
     def keeps_scaled(self) -> bool:

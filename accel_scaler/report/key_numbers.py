@@ -55,8 +55,6 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         more = f"measured at {run.place(measured)}; least {doublings(least)} ({run.place(x)})"
         room = headroom(last * run.last_scale)
         found.append(KeyNumber("headroom", doublings(room), more))
-    if (error := run.preview_error.middle) is not None:
-        found.append(KeyNumber("preview off by", f"{error:.2g}", "of the update"))
     return found + [_noted(name, mean) for name, mean in run.noted.items()]
 
 

@@ -35,7 +35,6 @@ class Run(Diagnosis):
         """With ``step_mode="auto"``: seconds of the first windows of each mode."""
         self.modes: Counter[str] = Counter()
         self._mode: str | None = None
-        self.preview_error = Mean()
         self.noted: dict[str, Mean] = {}
         """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
         self.least_room: tuple[float, int] | None = None
@@ -68,7 +67,6 @@ class Run(Diagnosis):
             if seconds is not None and self._mode == record.step_mode and len(times) < TIMED:
                 times.append(seconds)
         self._mode = record.step_mode
-        self.preview_error.merge(Mean.of(record.preview_error))
 
     def note(self, found: Noted) -> None:
         """Add numbers that belong to no window."""

@@ -47,12 +47,6 @@ class History:
         return self.diagnosis().retried
 
     @property
-    def max_grad_norm(self) -> float | None:
-        """The largest finite norm; None: none was taken."""
-        highest = self.diagnosis().highest
-        return None if highest is None else highest[0]
-
-    @property
     def healed(self) -> tuple[str, ...]:
         """Modules that ``heal`` has put into float32, in order."""
         return tuple(self.diagnosis().healed)

@@ -98,9 +98,6 @@ class Record:
     """Microseconds that its update took, wherever it ran. Host time."""
     waited_us: int | None = None
     """Microseconds that the training thread waited for it."""
-    preview_error: float | None = None
-    """Norm of the previews' error divided by the norm of the late updates, on this rank. None where
-    there was no preview or nothing moved. Only with ``telemetry``."""
 
     @property
     def has_bad_loss(self) -> bool:

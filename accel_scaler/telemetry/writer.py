@@ -62,12 +62,10 @@ class OpenRecord:
         if timings := [t for t in self.timings if t.finished]:
             busy = sum(t.busy for t in timings)
             waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
-            errors = [t.preview_error for t in timings if t.preview_error is not None]
             self.record = replace(
                 self.record,
                 optimizer_us=round(busy * 1e6),
                 waited_us=round(min(waited, busy) * 1e6),
-                preview_error=max(errors, default=None),
             )
         if self.is_complete:
             self.timings = []  # they may hold parameters

@@ -103,22 +103,6 @@ def test_a_model_on_another_than_the_present_device(settings: dict[str, Any]) ->
     assert torch.accelerator.current_stream() == before
 
 
-@pytest.mark.skipif(KIND != "cuda", reason="the one backend with graphs that capture a stream")
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_a_step_within_a_capture_is_refused(mode: str) -> None:
-    t = Training(False, scaled=False, **MODES[mode])
-    t.train(0, 1)
-    t.optimizer.synchronize()
-    x = torch.ones(16, 8, device=DEVICE)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        t.model(x).square().mean().backward()
-        with pytest.raises(UnsupportedError, match="a graph is being captured"):
-            t.optimizer.step()
-    t.optimizer.zero_grad()
-    t.train(2)
-    t.finish()
-
-
 @contextmanager
 def capturing() -> Iterator[None]:
     """As within a graph's capture, but that nothing is captured."""
@@ -130,7 +114,7 @@ def capturing() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("side_streams")
-def test_what_needs_an_update_is_refused_while_a_graph_is_captured() -> None:
+def test_a_step_is_refused_while_a_graph_is_captured() -> None:
     t = Training(False, scaled=False, **MODES["overlap"])
     t.backward(0)
     before, grads = weights(t.model), [p.grad for p in t.params]
@@ -141,8 +125,6 @@ def test_what_needs_an_update_is_refused_while_a_graph_is_captured() -> None:
     assert torch.equal(weights(t.model), before)
     assert all(map(operator.is_, grads, (p.grad for p in t.params)))
     t.optimizer.step()
-    with capturing(), pytest.raises(UnsupportedError, match="before the capture"):
-        t.forward()
     t.optimizer.synchronize()
     assert not torch.equal(weights(t.model), before)
     t.finish()

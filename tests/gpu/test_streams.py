@@ -10,16 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerators import DEVICE, LONG, adamw, current_stream, fused_adamw, on, sgd
+from accelerators import LONG, adamw, current_stream, fused_adamw, on, sgd
 from device_training import MODES, STEPS, Program, Training, assert_in_order
-from references import recording
 from support import mlp
-from telemetry_runs import windows_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -574,22 +571,6 @@ def another_takes_over(t: Training) -> None:
             p.grad = torch.ones_like(p)  # no forward in between
         t.optimizer.step()
         t.optimizer.zero_grad()
-
-
-def test_the_measured_error_of_a_preview_is_in_order(tmp_path: Path) -> None:
-    def measured(t: Training) -> None:
-        t.optimizer.close()
-        path = tmp_path / f"{t.in_order}.jsonl"
-        with recording(t.scaler, path, DEVICE):
-            t.wrap()
-            late_in_turn(t)
-            t.optimizer.close()
-        t.wrap()
-        errors = [line.get("preview_error") for line in windows_of(path)]
-        assert errors.count(None) == 2  # the first step, and the one that overflowed
-        t.seen.append(torch.tensor([error or 0.0 for error in errors]))
-
-    assert_in_order(measured, dtype=HALF, **MODES["preview"])
 
 
 @pytest.mark.races_allowed

@@ -7,9 +7,7 @@ surely the next one; no luck with threads is involved.
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
 
 LIMIT_S = 60.0
@@ -118,20 +115,6 @@ def lazy() -> Iterator[Gate]:
         ),
     ):
         yield gate
-
-
-@contextmanager
-def sleepy(longest_s: float, seed: int = 0) -> Iterator[None]:
-    """The worker sleeps for a random time before and after many parts."""
-    generator, step = random.Random(seed), Replica.step_part
-
-    def stepping(self: Replica, *args: Any) -> None:
-        time.sleep(generator.choice((0.0, 0.0, generator.uniform(0.0, longest_s))))
-        step(self, *args)
-        time.sleep(generator.choice((0.0, 0.0, generator.uniform(0.0, longest_s))))
-
-    with one_part_each(), _replaced((Replica, "step_part", stepping)):
-        yield
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,9 +12,7 @@ import torch
 from support import mlp, same
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig
-from accel_scaler.optimizer_step import Boundary
-from accel_scaler.telemetry import make_recorder
+from accel_scaler import AsyncOptimizer, GradScaler
 
 Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -80,7 +77,6 @@ class Reference:
     ) -> None:
         self.compensation = compensation
         self.params = list(params)
-        self.error: tuple[float, float] | None = None
         """By how much it was off what the last boundary showed of its update, and the update's
         own norm; None: it showed nothing."""
         copies = [p.detach().float().clone() for p in self.params]
@@ -104,7 +100,6 @@ class Reference:
             self.scale, self.good = scale * 2.0, 0
         for p in self.params:
             p.grad = None
-        self.error = None
         if not finite:
             self.publish()
             return False
@@ -127,24 +122,11 @@ class Reference:
                 ],
                 [1.0 if yes else factor for yes in exact],
             )
-        old = [m.detach().clone() for m in self.masters]
         self.optimizer.step()
         self.steps += 1
         if self.steps <= self.prompt or is_first:
             self.publish()
-        elif self.compensation != "none":
-            self.error = self.shown_error(old)
         return True
-
-    @torch.no_grad()
-    def shown_error(self, old: list[Tensor]) -> tuple[float, float]:
-        """Both as the model's dtype has them."""
-        off = moved = 0.0
-        for p, master, before in zip(self.params, self.masters, old, strict=True):
-            exact = master.to(p.dtype).double()
-            off += float((exact - p.double()).square().sum())
-            moved += float((exact - before.to(p.dtype).double()).square().sum())
-        return math.sqrt(off), math.sqrt(moved)
 
     @torch.no_grad()
     def show(self, grads: list[Tensor | None], factors: list[float]) -> None:
@@ -190,7 +172,7 @@ def run_reference(
     model = make()
     reference = Reference(model.parameters(), OPTIMIZERS[kind], prompt, compensation)
     reference.scale = scale
-    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": [], "errors": []}
+    seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
     for step in range(steps):
         loss = loss_of(model, step, step in overflows)
         (loss * reference.scale).backward()
@@ -198,8 +180,6 @@ def run_reference(
         stepped = reference.boundary(max_norm=max_norm)
         seen["scales"].append(reference.scale)
         seen["skips"].append(not stepped)
-        error = reference.error
-        seen["errors"].append(None if error is None else error[0] / error[1])
     reference.publish()
     seen["params"] = [p.detach() for p in model.parameters()]
     seen["masters"] = [m.detach() for m in reference.masters]
@@ -218,27 +198,15 @@ def run_ours(
     scale: float = INIT_SCALE,
     clip: dict[str, Any] | None = None,
     compensation: str = "none",
-    telemetry: Path | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """The same with an ``AsyncOptimizer``."""
     model = make()
     scaler = GradScaler("cpu", init_scale=scale, growth_interval=GROWTH_INTERVAL)
-    recorded = nullcontext() if telemetry is None else recording(scaler, telemetry)
     inner = OPTIMIZERS[kind](model.parameters())
     seen: dict[str, Any] = {"losses": [], "scales": [], "skips": []}
-    with (
-        recorded,
-        AsyncOptimizer(
-            inner,
-            model,
-            scaler=scaler,
-            mode=mode,
-            offload=offload,
-            delay_compensation=compensation,
-            **settings,
-        ) as optimizer,
-    ):
+    options = {"mode": mode, "offload": offload, "delay_compensation": compensation, **settings}
+    with AsyncOptimizer(inner, model, scaler=scaler, **options) as optimizer:
         for step in range(steps):
             loss = loss_of(model, step, step in overflows)
             scaler.scale(loss).backward()
@@ -266,19 +234,6 @@ def no_bfloat16_in_torchs_kernel() -> Iterator[None]:
 
     with mock.patch.object(torch, "_amp_foreach_non_finite_check_and_unscale_", checked):
         yield
-
-
-@contextmanager
-def recording(scaler: GradScaler, path: Path, device: str = "cpu") -> Iterator[None]:
-    """An ``AsyncOptimizer`` made inside writes telemetry, as one that is attached does."""
-    config = ScalerConfig(telemetry=str(path))
-    recorder = make_recorder(scaler, config, {"rank": 0, "ranks": 1})
-    boundary = Boundary(scaler, torch.device(device), recorder)
-    try:
-        yield
-    finally:
-        recorder.close()
-        del boundary
 
 
 def saved_of(model: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:

@@ -30,8 +30,6 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from accel_scaler import ScalerConfig
 from accel_scaler.devices import device_name
-from accel_scaler.report.key_numbers import key_numbers
-from accel_scaler.report.reader import read_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,24 +123,6 @@ def test_the_start_says_what_runs_with_which_settings(tmp_path: Path) -> None:
     assert start["settings"].keys() == ScalerConfig.__dataclass_fields__.keys()
     assert start["package"]
     assert start["accelerate"]
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_what_was_shown_of_late_updates_is_in_the_file_and_the_report(
-    tmp_path: Path, offload: str
-) -> None:
-    path, rule = tmp_path / "run.jsonl", {"growth_interval": 2}
-    with attached(path, step_mode="delayed", offload=offload, **rule) as accelerator:
-        train(accelerator, windows=14, scale=rule)
-        records = list(accelerator.scaler_history.records)
-    lines = windows_of(path)
-    late = [line for line in lines if not line["skipped"]][1:]  # the first update is not late
-    assert [line for line in lines if "preview_error" in line] == late
-    assert all(0.0 < line["preview_error"] < 1e-3 for line in late)  # of SGD all is known
-    # In memory too, once the next window has closed.
-    known = [record.preview_error for record in records[:-1]]
-    assert known == [line.get("preview_error") for line in lines[:-1]]
-    assert "preview off by" in {each.name for each in key_numbers(read_run(path))}
 
 
 Clip = Callable[[Any, list[Tensor]], Any]

@@ -116,25 +116,7 @@ def test_gradients_in_float32_of_parameters_that_are_not(
         assert not torch.equal(in_place, ours)
 
 
-# A parameter twice; state that is laid out otherwise.
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_parameter_that_stands_twice_is_stepped_twice(fused: bool, mode: str) -> None:
-    def train(mode: str | None) -> list[Tensor]:
-        model = net()
-        params = [*model.parameters(), model[0].weight]
-        optimizer = torch.optim.AdamW(params, lr=0.1, fused=fused)
-        # torch's fused kernel unscales the gradient each time it meets it.
-        run = Run(mode, optimizer, model, scale=1.0)
-        for step in range(STEPS):
-            run.step(loss_of(model, step))
-        run.close()
-        return [*model.parameters(), *(optimizer.state[p]["step"] for p in model.parameters())]
-
-    assert all(map(torch.equal, train(mode), train(None)))
+# State that is laid out otherwise.
 
 
 @pytest.mark.parametrize("mode", ["scaler", *MODES])

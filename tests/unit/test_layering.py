@@ -50,21 +50,21 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_240,
-    "optimizer_step": 2_024,
-    "async_optimizer": 5_052,
-    "integrations": 1_407,
-    "overflow": 2_850,
-    "telemetry": 1_515,
-    "report": 1_063,
+    "optimizer_step": 2_014,
+    "async_optimizer": 4_949,
+    "integrations": 1_393,
+    "overflow": 2_792,
+    "telemetry": 1_504,
+    "report": 1_059,
     "launch": 492,
     "selftest": 713,
-    "": 981,
+    "": 967,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_337
+MAX_SUM = 18_123
 """The aim is 16,000."""
 
 

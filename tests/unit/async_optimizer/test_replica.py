@@ -1,8 +1,4 @@
-"""Optimizers unlike their copies: each trains as in plain torch, bit for bit, or is refused.
-
-The reference of every test is the same loop with the optimizer alone. The worker is the worst
-there can be (``lazy``): what is not frozen when a step is handed over is surely the next one's.
-"""
+"""Optimizers that cannot be stepped by a copy are refused; what a step calls beside itself."""
 
 from __future__ import annotations
 
@@ -11,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import assert_same, lazy, sleepy
+from async_support import assert_same
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler import AsyncOptimizer, UnsupportedError
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,78 +29,11 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-Act = Callable[[int, Any, nn.Module], None]
-"""A line of the user's script: number of the step, the optimizer, the model."""
-
-
-def nothing(step: int, optimizer: Any, model: nn.Module) -> None:
-    pass
-
-
-class Seen:
-    """What a run leaves."""
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.weights = [p.detach().clone() for p in model.parameters()]
-        self.state = optimizer.state_dict()
-        self.optimizer = optimizer
-
-
-def plain(make: Callable[[Any], Any], after: Act = nothing, before: Act = nothing) -> Seen:
-    model = net()
-    optimizer = make(model.parameters())
-    torch.manual_seed(5)
-    for step in range(5):
-        loss_of(model, step).backward()
-        before(step, optimizer, model)
-        optimizer.step()
-        after(step, optimizer, model)
-        optimizer.zero_grad()
-    return Seen(model, optimizer)
-
-
-def ours(
-    make: Callable[[Any], Any],
-    after: Act = nothing,
-    before: Act = nothing,
-    mode: str = "overlap",
-    **kwargs: Any,
-) -> Seen:
-    model = net()
-    inner = make(model.parameters())
-    with lazy(), AsyncOptimizer(inner, model, mode=mode, **kwargs) as optimizer:
-        torch.manual_seed(5)
-        for step in range(5):
-            loss_of(model, step).backward()
-            before(step, inner, model)
-            optimizer.step()
-            after(step, inner, model)
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return Seen(model, inner)
-
-
-def assert_equal(mine: Seen, reference: Seen) -> None:
-    assert_same(mine.weights, reference.weights, "weights")
-    assert_same(mine.state, reference.state, "state")
-
-
 class Own(torch.optim.Optimizer):
-    """Gradient descent by hand, unknown to torch."""
+    """Unknown to torch."""
 
-    def __init__(self, params: Any, **kept: Any) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": LR})
-        self.__dict__.update(kept)
-
-    def rate(self, group: dict[str, Any], p: Tensor) -> Any:
-        return group["lr"]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * self.rate(group, p))
 
 
 # Optimizers that are not torch's.
@@ -182,55 +111,6 @@ def test_a_step_replaced_on_the_instance_is_refused(when: str) -> None:
             wrapped.step()
         assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert_same([p.detach() for p in model.parameters()], weights)
-
-
-def test_a_scheduler_and_a_bound_method_do_not_replace_the_step() -> None:
-    def scheduled(params: Any) -> Any:
-        optimizer = torch.optim.SGD(params, lr=LR)
-        optimizer.step = optimizer.step  # type: ignore[method-assign]  # as Accelerate leaves it
-        schedulers[id(optimizer)] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return optimizer
-
-    schedulers: dict[int, Any] = {}
-
-    def advance(step: int, optimizer: Any, model: nn.Module) -> None:
-        schedulers[id(optimizer)].step()
-
-    assert_equal(ours(scheduled, advance), plain(scheduled, advance))
-
-
-# Two optimizers share parameters.
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_two_optimizers_that_share_parameters_both_step(scaled: bool, offload: str) -> None:
-    def run(wrap: Callable[..., Any], scaler: Any) -> list[Tensor]:
-        model = net()
-        params = list(model.parameters())
-        first = wrap(torch.optim.SGD(params, lr=LR, momentum=0.5), model)
-        second = wrap(torch.optim.SGD(params[1:3], lr=0.5), model)
-        for step in range(4):
-            scaler.scale(loss_of(model, step)).backward()
-            for optimizer in (first, second):
-                optimizer.step()
-            for optimizer in (first, second):
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-            # What is not zeroed is not lost.
-            loss_of(model, step).mul(0.25).backward()
-            first.zero_grad()
-        for optimizer in (first, second):
-            getattr(optimizer, "close", lambda: None)()
-        return [p.detach().clone() for p in params]
-
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    reference = run(lambda optimizer, model: optimizer, off)
-    with sleepy(0.01):  # two workers, which each go on by themselves
-        got = run(
-            lambda optimizer, model: AsyncOptimizer(optimizer, model, offload=offload),
-            GradScaler("cpu", enabled=False) if scaled else off,
-        )
-    assert_same(got, reference)
 
 
 # Hooks.

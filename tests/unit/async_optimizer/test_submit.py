@@ -92,23 +92,6 @@ def test_the_gradients_are_those_of_the_call(mode: str, gate: threading.Event) -
         assert run.w.grad.item() == 77.0
 
 
-def test_a_gradient_that_another_optimizer_needs_stays_as_it_is() -> None:
-    w = nn.Parameter(torch.ones(1))
-    first, second = (AsyncOptimizer(torch.optim.SGD([w], lr=lr)) for lr in (0.5, 0.25))
-    with first, second:
-        w.grad = torch.ones(1)
-
-        def step_four_times_as_far() -> None:
-            (own,) = first.param_groups[0]["params"]
-            own.grad.mul_(4.0)
-            first.step()
-
-        first.submit(step_four_times_as_far)
-        second.step()
-        second.synchronize()
-        assert w.item() == 1.0 - 4 * 0.5 - 0.25
-
-
 def test_submit_without_a_window_is_refused_and_takes_nothing() -> None:
     with Single("overlap") as run:
         assert run.scaler is not None

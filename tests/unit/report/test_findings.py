@@ -193,12 +193,6 @@ def test_what_auto_chose_is_told_with_both_times(overlap: float, gain: str, tmp_
     assert chosen_mode(read(tmp_path, t.story(9, lambda *_: False))) is None
 
 
-def test_how_far_off_previews_were_is_one_number(tmp_path: Path) -> None:
-    errors = [0.5, 0.5, 0.5, 4.0, "inf", "nan"]  # the mean of those that are finite
-    lines = [t.start(), *(t.window(s, preview_error=e) for s, e in enumerate(errors))]
-    assert numbers_of(read(tmp_path, lines))["preview off by"] == "1.4 of the update"
-
-
 def test_a_step_on_nan_without_scaling_is_bad_and_no_scale_is_reported(tmp_path: Path) -> None:
     lines = [t.start(precision="no"), *(t.window(s, 1.0) for s in range(5))]
     lines += [t.window(5, 1.0, grad_norm="nan"), t.window(6, 1.0, loss="nan"), t.end(7)]

@@ -45,7 +45,6 @@ FULL = Record(
     time=0.5,
     optimizer_us=1234,
     waited_us=10,
-    preview_error=0.375,
     healed=("block.wo",),
     retries=2,
     first_scale=262144.0,
@@ -76,7 +75,6 @@ def test_a_window_line_has_every_number_under_its_name() -> None:
         | {"input": [-1.0, 2.0], "output": None, "text": "it began"},
         "optimizer_us": 1234,
         "waited_us": 10,
-        "preview_error": 0.375,
         "healed": ["block.wo"],
         "retries": 2,
         "first_scale": 262144.0,
@@ -113,7 +111,6 @@ def test_numbers_that_json_has_not_are_text_that_float_reads() -> None:
         clip_coefficient=-INF,
         lr=(NAN,),
         norms=(INF, NAN),
-        preview_error=INF,
         loss=NAN,
     )
     got = json.loads(encode_window(record), parse_constant=pytest.fail)
@@ -147,7 +144,6 @@ BROKEN = {
     "loss as a word": window(loss="small"),
     "time NaN": window(time="nan"),
     "lr no list": window(lr=0.1),
-    "error of a preview as a word": window(preview_error="small"),
     "negative largest": window(largest_gradient=-1.0),
     "healed no list": window(healed="block.wo"),
     "norms too short": window(norms=t.norms([1.0])),

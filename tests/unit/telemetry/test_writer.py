@@ -245,14 +245,12 @@ def test_an_update_that_runs_is_waited_for_in_order_but_not_forever(
 
 def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     waits = [(8.0, 0.5, "w"), (8.75, 0.25, "b")]
-    beside = timing(inline=False, waits=waits, preview_error=0.5)
-    running = timing(finished=False, preview_error=9.0)
-    open_record = window(0, timing(start=6.0, busy=1.0, preview_error=0.25), beside, running)
+    beside = timing(inline=False, waits=waits)
+    running = timing(finished=False)
+    open_record = window(0, timing(start=6.0, busy=1.0), beside, running)
     assert not open_record.is_complete
     record = open_record.complete()
     assert (record.optimizer_us, record.waited_us) == (3_000_000, 1_750_000)
-    assert record.preview_error == 0.5
-    assert window(0, timing()).complete().preview_error is None
 
 
 CHILD = """

@@ -41,6 +41,7 @@ from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
     ParameterNames,
+    is_rank_0,
     local,
     of_rank_0,
     parameters_of,
@@ -137,8 +138,9 @@ class AsyncStepper(Stepper):
         self.is_beside = mode not in ("sync", "auto")
         """The update of the present window runs beside what comes after ``step()``."""
         self.reads_beside = mode != "sync"
-        self.is_ddp = False
-        """Its model is: ranks step together."""
+        self.group: Any = None
+        """Of the ranks that step together under DDP."""
+        self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._inline = InlineStepper(optimizer)
         self.streams = SideStreams(device)
         self.replica = Replica(
@@ -405,16 +407,19 @@ class AsyncStepper(Stepper):
         if choice is None:
             yield
             return
-        mode, is_decided = self.shown_mode, choice.note(clock(), stepped, self._agree)
+        # A rank that is out of inputs steps no more: it could not agree. Stays set after ``Join``.
+        is_joined = any(model._join_config.enable for model in self.ddp_models)
+        mode = self.shown_mode
+        is_decided = not is_joined and choice.note(clock(), stepped, self._agree)
         yield
         if self.timing is not None and self.timing is not timing:
             self.timing.step_mode = mode
         # Not within a window, nor after an error: what is deferred was left to this mode's step.
-        self.is_beside = choice.is_beside
+        self.is_beside = choice.is_beside and not is_joined
         self.reads_beside |= self.is_beside
-        if is_decided and choice.medians is not None:
+        if is_decided and choice.medians is not None and is_rank_0(self.group):
             sync, overlap = choice.medians
-            logger.info(
+            logger.warning(  # what Python shows by default: who asks for ``auto`` wants to know
                 "step_mode='auto': %s goes on in %r. A window takes %.4g ms in 'sync', %.4g ms in "
                 "'overlap' (%+.1f %%).",
                 type(self.optimizer).__name__,
@@ -430,8 +435,8 @@ class AsyncStepper(Stepper):
         return "overlap" if self.is_beside else "sync"
 
     def _agree(self, answer: int) -> int:
-        is_common = self.is_ddp or self.replica.is_sharded
-        return of_rank_0(answer, self.streams.device) if is_common else answer
+        is_common = self.group is not None or self.replica.is_sharded
+        return of_rank_0(answer, self.streams.device, self.group) if is_common else answer
 
     def _finish_for_boundary(self, follows: bool = True) -> None:
         if self.stage is Stage.CLOSED:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -158,10 +158,10 @@ class SyncHooks:
 
     # On models.
 
-    def watch(self, models: Iterable[Module], ddp_models: Container[Module] = ()) -> None:
+    def watch(self, models: Iterable[Module], ddp_models: Mapping[int, Module] = {}) -> None:
         """Put hooks on models that hold some of the optimizer's parameters; once each. Raises
-        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be. DDP
-        wraps ``ddp_models``."""
+        ``UnsupportedError`` for one whose reads cannot be seen where they would have to be.
+        ``ddp_models``: what wraps some, by their ``id``."""
         stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
@@ -179,8 +179,10 @@ class SyncHooks:
                 self._models[model] = False
                 continue
             self._watch(model, stepper, mine)
-            is_ddp = any(isinstance(root, DistributedDataParallel) for root in _roots(model))
-            stepper.is_ddp |= is_ddp or model in ddp_models
+            for root in (*_roots(model), ddp_models.get(id(model))):
+                if isinstance(root, DistributedDataParallel):
+                    stepper.group = root.process_group
+                    stepper.ddp_models.add(root)
             self._wait_for_others(model, stepper, mine)
             stepper.parameter_names.add_module(model)
             stepper.order_by(model)

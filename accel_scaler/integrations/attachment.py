@@ -130,8 +130,8 @@ class Attachment:
         self.is_preparing = False
         """In a ``prepare`` of the accelerator."""
         self._added_autocast = False
-        self.ddp_models: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those of ``models`` that DDP wraps; Accelerate's list has them without it."""
+        self.ddp_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+        """What wraps some of ``models``, by their ``id``: Accelerate's list has them without it."""
 
     @property
     def models(self) -> list[Module]:
@@ -149,7 +149,7 @@ class Attachment:
         watch it for overflows."""
         self.scaler.parameter_names.add_module(inner)
         if isinstance(prepared, DistributedDataParallel):
-            self.ddp_models.add(inner)
+            self.ddp_models[id(inner)] = prepared
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
 

@@ -220,7 +220,9 @@ class Clipping:
         """One read for norm and check, one product to unscale and clip. None: not possible here."""
         check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
         owners = [owner for owner, _, _ in parts]
-        norms = check.one_pass(owners, parameters)
+        # Asked once: over thousands of tensors an answer takes a while.
+        stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
+        norms = check.one_pass(owners, parameters, stay_scaled)
         if norms is None or (norms.total is None and not norms.overflowed):
             return None
         for owner, _, record in parts:
@@ -231,11 +233,11 @@ class Clipping:
         self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)
         product = coefficient / scale
-        for owner, _, record in parts:
-            stepper, params = stepper_of(owner), parameters_of(owner)
-            if stepper.keeps_scaled:
+        for (owner, _, record), keeps_scaled in zip(parts, stay_scaled, strict=True):
+            params = parameters_of(owner)
+            if keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
-            elif check.divides(stepper, returned=True):
+            elif check.divides(stepper_of(owner), returned=True):
                 record.deferred = DeferredUnscale(divide=scale / coefficient)
             else:
                 torch._foreach_mul_(gradients_of(params), product)

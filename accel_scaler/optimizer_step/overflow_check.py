@@ -186,7 +186,7 @@ class OverflowCheck:
         if not self.checks:
             norms = NormCheck(None, ())
         elif stepper.defers_unscale or keeps_scaled:
-            norms = self.one_pass([optimizer], params)
+            norms = self.one_pass([optimizer], params, [keeps_scaled])
         if norms is None and keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
@@ -225,12 +225,13 @@ class OverflowCheck:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
-    def one_pass(self, owners: Sequence[Optimizer], params: Sequence[Tensor]) -> NormCheck | None:
-        """Norm and check from one read of gradients that are all scaled still. None: the norm would
-        not be, bit for bit, that of the unscaled ones, or a kernel does not take all of them
-        together. Synchronises."""
+    def one_pass(
+        self, owners: Sequence[Optimizer], params: Sequence[Tensor], stay_scaled: Sequence[bool]
+    ) -> NormCheck | None:
+        """Norm and check from one read of gradients that are all scaled still; ``stay_scaled``: of
+        each owner, whether its stepper keeps them so. None: the norm would not be, bit for bit,
+        that of the unscaled ones, or a kernel does not take all of them together. Synchronises."""
         scale, grads = self.scaler.window_scale, gradients_of(params)
-        stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
         if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
             return None

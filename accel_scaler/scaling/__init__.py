@@ -12,6 +12,7 @@ from .collectives import (
     gather_objects as gather_objects,
     has_ranks as has_ranks,
     is_sharded as is_sharded,
+    is_rank_0 as is_rank_0,
     of_rank_0 as of_rank_0,
     reduce_partial_gradients as reduce_partial_gradients,
     whole as whole,

@@ -49,12 +49,18 @@ def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> b
     return bool(flag)
 
 
-def of_rank_0(number: int, device: torch.device) -> int:
-    """The number that rank 0 gives. Communicates on ``device``, and synchronises with it."""
+def is_rank_0(group: Any = None) -> bool:
+    """Whether this is the first rank of ``group`` (None: of all)."""
+    return not dist.is_initialized() or dist.get_rank(group) == 0
+
+
+def of_rank_0(number: int, device: torch.device, group: Any = None) -> int:
+    """The number that rank 0 of ``group`` gives. Communicates on ``device``, and synchronises with
+    it."""
     if not has_ranks():
         return number
     answer = torch.full((), number, dtype=torch.int64, device=device)
-    dist.broadcast(answer, src=0)
+    dist.broadcast(answer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
     return int(answer)
 
 

@@ -66,6 +66,19 @@ def flattened() -> Any:
     return p
 
 
+def joinable() -> Any:
+    """What may be out of inputs before it is on other ranks."""
+    from torch.distributed.algorithms.join import Joinable
+
+    class One(Joinable):
+        join_hook = join_device = join_process_group = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            super().__init__()
+
+    return One()
+
+
 def compiled() -> Any:
     """A function given to torch.compile."""
     return torch.compile(lambda x: x)
@@ -140,6 +153,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         fused_adam: ("_step_supports_amp_scaling",),
         fsdp_state: ("_states_to_forward_prefetch",),
         flattened: ("_fsdp_flattened",),
+        joinable: ("_join_config",),
         module: ("_buffers",),
         compiled_module: ("_orig_mod",),
         compiled: ("_torchdynamo_orig_callable",),

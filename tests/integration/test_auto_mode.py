@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,7 @@ def test_numbers_are_those_of_sync_and_the_choice_is_told(
     clock, chosen = Clock(beside), "overlap" if beside < 1 else "sync"
     monkeypatch.setattr(async_stepper, "clock", clock)
     path = tmp_path / "run.jsonl"
-    with caplog.at_level(logging.INFO, "accel_scaler"):
-        found = train("auto", kind, optimizer_of, path)
+    found = train("auto", kind, optimizer_of, path)  # said at a level that is shown by default
     assert same(found, expected)
     assert {True, False} == set(clock.modes)
     assert set(clock.modes[-8:]) == {chosen == "overlap"}

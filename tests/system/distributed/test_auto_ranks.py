@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from async_support import Clock
 from children import everywhere, on_two_ranks
 from support import reset
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 from two_ranks import Net, prepared_shards, whole
 from versions import before_torch
 
@@ -22,6 +24,11 @@ from accel_scaler.optimizer_step import stepper_of
 
 WINDOWS = 45
 OLD = "torch 2.6: fully_shard wants the streams of a device"
+
+
+def batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(4, 8, generator=generator)
 
 
 def train(mode: Any, sharded: bool, clock: Clock | None = None) -> list[Tensor]:
@@ -38,8 +45,7 @@ def train(mode: Any, sharded: bool, clock: Clock | None = None) -> list[Tensor]:
     if clock is not None:
         clock.stepper = stepper_of(optimizer)
     for window in range(WINDOWS):
-        generator = torch.Generator().manual_seed(10 * window + dist.get_rank())
-        loss = model(torch.randn(4, 8, generator=generator)).float().square().mean()
+        loss = model(batch(window)).float().square().mean()
         if (window, dist.get_rank()) == (9, 1):
             loss = loss * float("inf")
         accelerator.backward(loss)
@@ -69,5 +75,42 @@ def test_both_ranks_choose_what_rank_0_has_measured(
         assert one == other
         assert (len(one), set(one)) == (WINDOWS, {False, True})
         assert set(one[-8:]) == {beside < 1.0}
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_a_rank_that_is_out_of_inputs_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It only answers DDP's own collectives, so from ``Join`` on every window runs in sync."""
+
+    def train_unevenly(mode: Any, clock: Clock | None = None) -> list[Tensor]:
+        reset()
+        accelerator: Any = attach(Accelerator(mixed_precision="no"), step_mode=mode)
+        torch.manual_seed(1)
+        plain = Net()
+        params = [p for p in plain.parameters() if p.requires_grad]
+        inner = torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        model, optimizer = accelerator.prepare(plain, inner)
+        if clock is not None:
+            clock.stepper = stepper_of(optimizer)
+        for joined in (False, True, True):
+            with Join([model]) if joined else nullcontext():
+                for window in range(WINDOWS + 9 * dist.get_rank() * joined):
+                    accelerator.backward(model(batch(window)).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if clock is not None and joined:
+                        assert not clock.stepper.is_beside
+        detach(accelerator)
+        return [p.detach().clone() for p in params]
+
+    def body() -> None:
+        expected, clock = train_unevenly("sync"), Clock(0.8)
+        monkeypatch.setattr(async_stepper, "clock", clock)
+        found = train_unevenly("auto", clock)
+        assert all(map(torch.equal, found, expected))
+        assert len(clock.modes) == WINDOWS
+        assert clock.modes[-1]
 
     on_two_ranks(body, tmp_path)

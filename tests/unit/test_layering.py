@@ -55,7 +55,7 @@ MAX_LINES = {
     "integrations": 1_407,
     "overflow": 2_850,
     "telemetry": 1_515,
-    "report": 1_063,
+    "report": 1_087,
     "launch": 491,
     "selftest": 689,
     "": 981,

@@ -69,4 +69,11 @@ def broken_lines(run: Run) -> Finding | None:
     )
 
 
-RULES = (ending, clipping, waiting, chosen_mode, broken_lines)
+def left_out(run: Run) -> Finding | None:
+    if not run.left_out:
+        return None
+    sessions = counted(run.left_out, "earlier session")
+    return Finding("note", f"Left out: {sessions} of this file that trained nothing.")
+
+
+RULES = (ending, clipping, waiting, chosen_mode, broken_lines, left_out)

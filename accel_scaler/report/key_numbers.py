@@ -65,12 +65,18 @@ def doublings(room: float) -> str:
 
 def _noted(name: str, mean: Mean) -> KeyNumber:
     """The last one; where there are several, of evaluations, their range as well."""
-    value = mean.last or 0.0
-    text = f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
-    if name.endswith("_bytes"):
-        text = f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
-    more = f"lowest {number(mean.low)}, highest {number(mean.high)}" if mean.count > 1 else ""
-    return KeyNumber(name, text, more)
+
+    def text(value: float) -> str:
+        if name.endswith("_bytes"):
+            return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+        return f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
+
+    low, high = text(mean.low), text(mean.high)
+    return KeyNumber(
+        name,
+        text(mean.last or 0.0),
+        f"lowest {low}, highest {high}" * (low != high and mean.count > 1),
+    )
 
 
 def _loss(run: Run) -> KeyNumber:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 from ..console import percent, plain
-from ..telemetry import Diagnosis, Noted, Record, headroom
+from ..telemetry import Diagnosis, Noted, Record, Start, headroom
 from .samples import Bins, Mean, NormColumns
 
 MAX_NOTED = 50
@@ -41,6 +41,17 @@ class Run(Diagnosis):
         """The least headroom, and the window's x."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
+        self.left_out = 0
+        """Sessions that trained nothing, with others behind them."""
+
+    def begin(self, start: Start) -> None:
+        """Begin a session. Those before it are left out if they have trained nothing: it may be
+        their cure, which is to be judged by itself."""
+        if self.windows == self.skips > 0 and not self.healed:
+            kept = self.lines, self.broken, self.broken_first, self.left_out + len(self.sessions)
+            Run.__init__(self, self.path)
+            self.lines, self.broken, self.broken_first, self.left_out = kept
+        super().begin(start)
 
     def add(self, record: Record) -> None:
         """Add the next window of the session."""

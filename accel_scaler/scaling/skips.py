@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
+from ..console import counted
 from ..errors import OverflowStreakError, listed
 from .parameter_names import MAX_NAMES
 
@@ -57,8 +58,8 @@ class SkipStreak:
         elif skips >= self._warns_at:
             self._warns_at = 10 * skips
             end = "never ends the run" if limit is None else "ends the run"
-            text = "%d windows in a row were skipped; max_consecutive_skips=%s %s. %s"
-            logger.warning(text, skips, limit, end, self._describe(get_scale))
+            text = "%s skipped in a row; max_consecutive_skips=%s %s. %s"
+            logger.warning(text, counted(skips, "window"), limit, end, self._describe(get_scale))
 
     def _describe(self, get_scale: Callable[[], float] | None) -> str:
         names = [] if self.origin else [name for name, _ in self.names.most_common()]

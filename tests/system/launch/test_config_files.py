@@ -18,6 +18,7 @@ from places import HELPERS
 from support import reset
 
 from accel_scaler.config_file import read_config, shipped_configs
+from accel_scaler.devices import present_type
 
 SCRIPT = str(HELPERS / "launched_script.py")
 GLOO = {"ACCELERATE_USE_CPU": "true"}
@@ -114,6 +115,16 @@ def test_the_files_for_several_gpus_train_on_two_gloo_ranks(
     assert [fact["kind"] for fact in (*stock, *ours)] == ["MULTI_CPU"] * 4
     close(stock[0]["weights"], weights)
     assert [fact["settings"]["ACCEL_SCALER_STEP_MODE"] for fact in ours] == ["overlap"] * 2
+
+
+@pytest.mark.skipif(present_type() != "cpu", reason="on a device two processes are DDP")
+def test_without_a_gpu_two_processes_train_alone_and_say_so(tmp_path: Path) -> None:
+    """Accelerate's doing, where ``ACCELERATE_USE_CPU`` is not set; it says nothing."""
+    command = [*OURS, "--config_file", "multi_gpu_fp16", "--main_process_port", str(free_port())]
+    code, out, err = finish(start([*command, SCRIPT], tmp_path))
+    assert code == 0, err
+    assert [fact["trained"]["ranks"] for fact in facts_in(out)] == [1, 1]
+    assert err.count("got an accelerator of 1 process, expected 2 (WORLD_SIZE)") == 2
 
 
 def test_the_file_for_two_nodes_joins_two_launchers(

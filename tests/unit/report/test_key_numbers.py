@@ -60,7 +60,13 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
             t.noted(0, parameters=124439808, parameters_trained=294912, parameter_bytes=497759232),
         ),
         *(t.window(0), t.noted(0, eval_loss=2.5), t.window(1), t.noted(1, eval_loss=2.25)),
-        *(t.noted(1, eval_loss="nan"), t.noted(1, test_f1=0.5), t.noted(1, host_peak_bytes=2**31)),
+        *(
+            t.noted(1, eval_loss="nan"),
+            t.noted(1, eval_f1="nan"),
+            t.noted(1, test_f1=0.5),
+            t.noted(1, host_peak_bytes=2**31),
+        ),
+        t.noted(1, host_peak_bytes=2**30, parameters=124439808),  # of another session
         *(t.noted(1, **{f"eval_{n}": n}) for n in range(99)),
     ]
     run = read_run(t.write(tmp_path / "run.jsonl", [*lines, t.end(2)]))
@@ -73,7 +79,8 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
             "parameters_trained": "294,912",
             "parameter_bytes": "498 MB",
             "eval_loss": "nan lowest 2.25, highest 2.5",
+            "eval_f1": "nan",
             "test_f1": "0.5",
-            "host_peak_bytes": "2.15 GB",
+            "host_peak_bytes": "1.07 GB lowest 1.07 GB, highest 2.15 GB",
         }.items()
     )

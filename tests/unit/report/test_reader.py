@@ -12,8 +12,10 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler.errors import ConfigError
+from accel_scaler.report.findings import find
 from accel_scaler.report.reader import MAX_LINE, read_run
 from accel_scaler.report.run import Run
+from accel_scaler.telemetry import verdict
 
 
 def read(tmp_path: Path, lines: list[Any]) -> Run:
@@ -86,6 +88,23 @@ def test_a_session_that_ended_without_a_window_is_none(tmp_path: Path) -> None:
     again = read(tmp_path, [*story, t.start(), t.end(), *story])
     assert [s.first_x for s in again.sessions] == [0, 5]
     assert again.place(7) == "step 2 of session 2"
+
+
+def test_sessions_that_trained_nothing_say_nothing_of_their_cure(tmp_path: Path) -> None:
+    """Appended to the same file, as the advice is: all else as before."""
+    sick = t.story(40, lambda *_: True)
+    broken = '{"kind":"window","step":40,"ti'
+    cured = t.story(30, lambda *_: False)
+    run = read(tmp_path, [*sick, broken, *sick, t.start(), t.end(), *cured])
+    assert verdict(run) == "Trained: 30 windows, none skipped."
+    assert (run.windows, run.last_x, run.place(3), len(run.sessions)) == (30, 29, "step 3", 1)
+    assert (run.lines, run.broken) == (2 * len(sick) + 3 + len(cured), 1)
+    (note,) = [finding.title for finding in find(run) if "Left out" in finding.title]
+    assert note == "Left out: 2 earlier sessions of this file that trained nothing."
+    # The last one is never left out, nor one that has trained.
+    again = read(tmp_path, [*cured, *sick])
+    assert (again.windows, again.skips, again.left_out) == (70, 40, 0)
+    assert verdict(again).startswith("Did not train past step 29 of session 1: ")
 
 
 @pytest.mark.parametrize("lost", ['{"kind":"names","names":5}', '{"kind":"names","na', '{"kin'])

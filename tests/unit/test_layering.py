@@ -54,7 +54,7 @@ MAX_LINES = {
     "async_optimizer": 4_933,
     "integrations": 1_363,
     "overflow": 2_795,
-    "telemetry": 1_499,
+    "telemetry": 1_494,
     "report": 1_049,
     "launch": 473,
     "selftest": 689,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_013
+MAX_SUM = 18_008
 """The aim is 16,000."""
 
 

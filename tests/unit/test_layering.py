@@ -51,7 +51,7 @@ WITHOUT_TORCH = {
 MAX_LINES = {
     "scaling": 2_232,
     "optimizer_step": 2_013,
-    "async_optimizer": 4_923,
+    "async_optimizer": 4_917,
     "integrations": 1_363,
     "overflow": 2_795,
     "telemetry": 1_494,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 17_998
+MAX_SUM = 17_992
 """The aim is 16,000."""
 
 

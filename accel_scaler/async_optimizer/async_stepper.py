@@ -58,7 +58,7 @@ from .grad_handoff import (
     readable_in_place,
     send_down,
     unguard,
-    unscale_in_place,
+    unscaled_in_place,
 )
 from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_wait
 from .master_params import MASTER, MasterRule
@@ -577,7 +577,7 @@ class AsyncStepper(Stepper):
         if fn is not None:
             grads = [g.clone() if g is not None and is_shared(g) else g for g in grads]  # for good
         if replica.sends:
-            unscale_in_place(replica.ordered, grads, deferred)
+            deferred.apply(unscaled_in_place(replica.ordered, grads))
             deferred, there = on_host(deferred), grads
             grads, sent = send_down(replica.ordered, there, streams)
             if previews is not None:

@@ -66,22 +66,16 @@ def read_in_place(
         grad if grad is None else grad.clone() if own is None else own.data
         for grad, own in zip(grads, held, strict=True)
     ]
-    unscale_in_place(pairs, copied, deferred)
+    deferred.apply(unscaled_in_place(pairs, copied))
     if deferred.multiply is not None:  # on that thread, which autograd does not see
-        torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
+        torch.autograd.graph.increment_version([g for _, g in unscaled_in_place(pairs, held)])
     return taken, held
 
 
-def unscale_in_place(
-    pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
-) -> None:
-    """Apply ``deferred`` to ``grads``, but for those that stay scaled until they are a master's."""
-    deferred.apply(_unscaled_in_place(pairs, grads))
-
-
-def _unscaled_in_place(
+def unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
+    """Parameters and those ``grads`` that do not stay scaled until they are a master's."""
     return [
         (pair.param, grad)
         for pair, grad in zip(pairs, grads, strict=True)

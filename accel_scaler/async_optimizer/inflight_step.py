@@ -262,8 +262,7 @@ class InflightStep:
                 final = replica.bring(part.pairs, update.grads[mine], update.deferred)
                 for pair, grad in zip(part.pairs, final, strict=True):
                     pair.stepped.grad = grad
-            with replica.thread_context.around():
-                fn()
+            fn()
         finally:
             for pair in replica.pairs:
                 pair.stepped.grad = None

@@ -227,7 +227,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def submit(self, fn: Callable[[], object]) -> None:
-        """Run ``fn``, a step function, on the optimizer thread, after the steps before it.
+        """Run ``fn``, a step function, on the optimizer thread, after the steps before it. No
+        default device is set there.
 
         Inside ``fn`` this optimizer's ``param_groups``, ``step`` and ``zero_grad`` mean the
         stepped parameters and the gradients as they are now; ``scaler.unscale_(optimizer)`` and

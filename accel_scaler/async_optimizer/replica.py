@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, filterfalse, pairwise
 from operator import attrgetter
 from typing import Any
@@ -55,24 +55,18 @@ _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
 
 class ThreadContext:
-    """Gradient mode and default device of the thread that makes it."""
+    """Gradient mode of the thread that makes it."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._with_grad = torch.is_grad_enabled()
-        self._default = torch.get_default_device()
-
-    def around(self) -> AbstractContextManager[Any]:
-        """On any thread: the default device as it was there."""
-        is_there = threading.get_ident() == self._thread
-        return nullcontext() if is_there or self._default.type == "cpu" else self._default
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """:meth:`around`, and the gradient mode too; on another thread beside no compile."""
+        """On any thread: the gradient mode as it was there; on another one beside no compile."""
         is_there = threading.get_ident() == self._thread
         turn = nullcontext() if is_there else beside_no_compile()
-        with turn, self.around(), torch.set_grad_enabled(self._with_grad):
+        with turn, torch.set_grad_enabled(self._with_grad):
             yield
 
 
@@ -517,7 +511,7 @@ class Replica:
     def call_step(self, params: Sequence[Tensor], grad_scale: Tensor | None) -> Any:
         """The class's step on the copy, where ``params`` have gradients."""
         copy, step = self.copy, raw_step(type(self.optimizer))
-        with self.thread_context.around_step(), self._on_masters_device():
+        with self.thread_context.around_step():
             if not getattr(copy, "_step_supports_amp_scaling", False):
                 return step(copy)
             if params and params[0].device.type == "cpu":
@@ -527,11 +521,6 @@ class Replica:
                 return step(copy)
             finally:
                 del copy.grad_scale, copy.found_inf
-
-    def _on_masters_device(self) -> AbstractContextManager[Any]:
-        """Tensors that the step makes without naming a device lie where the masters are."""
-        elsewhere = self.offload and torch.get_default_device().type != "cpu"
-        return torch.device("cpu") if elsewhere else nullcontext()
 
 
 def frozen(value: Any) -> Any:

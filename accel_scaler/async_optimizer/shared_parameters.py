@@ -113,7 +113,8 @@ def _conflict(one: Wanted, other: Wanted, frozen_too: bool = False) -> str | Non
     own, theirs = parameters_of(one[0]), parameters_of(other[0])
     known, modes = set(map(id, own)), {one[1], other[1]}
     common = [p for p in theirs if id(p) in known and (frozen_too or p.requires_grad)]
-    if common and (modes != {"sync"} or any(one[2].takes(p) or other[2].takes(p) for p in common)):
+    is_beside = modes != {"sync"} and any(p.requires_grad for p in common)
+    if is_beside or any(one[2].takes(p) or other[2].takes(p) for p in common):
         return f"{len(common)} parameters"
     others = [p for p in theirs if id(p) not in known and p.requires_grad]
     # A use of one would not wait for an update of the other, nor follow its master.

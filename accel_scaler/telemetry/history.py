@@ -51,13 +51,6 @@ class History:
         """Modules that ``heal`` has put into float32, in order."""
         return tuple(self.diagnosis().healed)
 
-    @property
-    def headroom(self) -> float | None:
-        """How often the present scale can be doubled before the largest measured gradient overflows
-        float16; negative if float32 has added it up beyond. None without ``telemetry``, and until
-        the first measurement."""
-        return _headroom(self.diagnosis())
-
     def add(self, record: Record) -> None:
         """Append the record of a window, or replace it when its index is the last one's."""
         if self.records and self.records[-1].index == record.index:
@@ -147,5 +140,7 @@ class History:
 
 
 def _headroom(run: Diagnosis) -> float | None:
-    """See :attr:`History.headroom`."""
+    """How often the present scale can be doubled before the largest measured gradient overflows
+    float16; negative if float32 has added it up beyond. None without ``telemetry``, and until the
+    first measurement."""
     return None if run.largest is None else headroom(run.largest[0] * run.last_scale)

@@ -51,10 +51,10 @@ WITHOUT_TORCH = {
 MAX_LINES = {
     "scaling": 2_248,
     "optimizer_step": 2_017,
-    "async_optimizer": 4_956,
+    "async_optimizer": 4_940,
     "integrations": 1_393,
     "overflow": 2_792,
-    "telemetry": 1_504,
+    "telemetry": 1_499,
     "report": 1_083,
     "launch": 492,
     "selftest": 713,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_165
+MAX_SUM = 18_144
 """The aim is 16,000."""
 
 

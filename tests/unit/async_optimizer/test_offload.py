@@ -159,23 +159,6 @@ def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatc
     assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_state_that_names_no_device_lies_beside_the_masters(offload: str) -> None:
-    """torch makes Adamax's count of steps on the default device; with offload that is the host."""
-    model = mlp()
-    with torch.device("meta"):
-        inner = torch.optim.Adamax(model.parameters(), lr=0.01, foreach=False)
-        optimizer = AsyncOptimizer(inner, model, mode="overlap", offload=offload)
-        model(torch.ones(2, 8, device="cpu")).sum().backward()
-        optimizer.step()
-        if offload == "cpu":
-            optimizer.close()
-            assert {entry["step"].device.type for entry in inner.state.values()} == {"cpu"}
-        else:  # as in torch
-            with pytest.raises(Exception, match="meta"):
-                optimizer.close()
-
-
 def test_the_norm_of_no_gradients_is_a_number() -> None:
     model = nn.Linear(2, 2)
     scaler = GradScaler("cpu")

@@ -238,6 +238,18 @@ def test_two_in_one_call_are_refused_and_nothing_is_changed(mode: str, dtype: to
     assert vars(stock) == before
 
 
+def test_what_is_frozen_may_be_in_both() -> None:
+    *own, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    first, second = (AsyncOptimizer(SGD([p, frozen], lr=0.5)) for p in own)
+    with lazy(), first, second:
+        for _ in range(2):
+            for p, optimizer in zip(own, (first, second), strict=True):
+                p.grad = torch.ones(2)
+                optimizer.step()
+    assert [p.tolist() for p in (*own, frozen)] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+
+
 @again
 def test_a_last_step_that_failed_is_told_and_the_cell_can_be_run_again(
     how: str, monkeypatch: pytest.MonkeyPatch

@@ -86,8 +86,7 @@ def test_it_is_what_the_backward_left(
             clip(accelerator, list(model.parameters()), max_norm)
             optimizer.step()
             optimizer.zero_grad()
-        last = accelerator.scaler_history
-        assert last.headroom is not None
+        assert "scaler/headroom" in accelerator.scaler_history.metrics()
     found = windows_of(path)
     assert [line["step"] for line in found if "largest_gradient" in line] == [0, 2, 4]
     for number in (0, 2, 4):
@@ -165,7 +164,6 @@ def test_where_nothing_is_scaled_float32_gradients_say_nothing(
         model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
         accelerator.backward(loss_of(model, 0))
         optimizer.step()
-        assert accelerator.scaler_history.headroom is None
         assert "scaler/headroom" not in accelerator.scaler_history.metrics()
     (line,) = windows_of(path)
     assert "largest_gradient" not in line

@@ -237,11 +237,21 @@ def step_unscaled(ours: Loop) -> None:
     ours.optimizer.step()
 
 
+def gradients_of_before(ours: Loop) -> None:
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    own = AsyncOptimizer(SGD([p], lr=0.1), scaler=ours.scaler, optimizer_threads=1)
+    with own:
+        ours.scaler.scale(p.sum()).backward()
+        own.step()
+
+
 @faces
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("act", "match"),
     [
+        (gradients_of_before, "had gradients before"),
         (step_twice, "already stepped"),
         (clip_after_the_step, "already stepped"),
         (step_unscaled, "no loss was scaled"),
@@ -253,8 +263,12 @@ def test_an_order_that_is_refused(face: str, mode: str, act: Any, match: str) ->
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(mode: str) -> None:
-    """They are unscaled. Without a clip they accumulate on, see the random histories."""
+@pytest.mark.parametrize("zeroed", ["in the window", "before it is given up", "after that"])
+def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(
+    mode: str, zeroed: str
+) -> None:
+    """They are unscaled, until they are zeroed. Without a clip they accumulate on, see the random
+    histories."""
     scaler, params, _, ours, clipper = several("accelerate", mode)
     scaler.scale(params[0].sum() + params[1].sum()).backward()
     clipper.clip_grad_norm_(params, 1e6)
@@ -264,8 +278,11 @@ def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(mode: s
     ours[0].step()
     with pytest.raises(OrderError, match="sat out the window before"):
         ours[1].step()
+    if zeroed == "after that":
+        scaler.abandon_window()
     ours[1].zero_grad()
-    scaler.abandon_window()
+    if zeroed == "before it is given up":
+        scaler.abandon_window()
     scaler.scale(params[1].sum()).backward()
     ours[1].step()
     ours[1].synchronize()

@@ -56,7 +56,7 @@ MAX_LINES = {
     "overflow": 2_853,
     "telemetry": 1_510,
     "report": 1_053,
-    "launch": 473,
+    "launch": 474,
     "selftest": 689,
     "": 981,
 }

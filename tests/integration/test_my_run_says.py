@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
 from attached import inner_dtype, prepared
 from boundary_support import models, one, ours
 from places import ROOT
@@ -23,6 +24,7 @@ from trainer_support import CONFIG, as_stock, make, train
 from versions import release
 
 from accel_scaler import ScalerConfig, attach
+from accel_scaler.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,6 +148,16 @@ def config_among_handlers(is_ours: bool, path: Path) -> None:
     else:
         accelerator = Accelerator(**plain, kwargs_handlers=[config])
     assert accelerator.scaler.get_scale() == 2.0
+
+
+def section_in_the_file(is_ours: bool, path: Path) -> None:
+    file, script = path / "this.yaml", path / "train.py"
+    file.write_text("distributed_type: 'NO'\nuse_cpu: true\naccel_scaler: {heal: true}\n", "utf-8")
+    script.touch()
+    if is_ours:
+        assert main(["launch", "--dry_run", "--config_file", str(file), str(script)]) == 0
+    else:
+        load_config_from_file(str(file))
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
@@ -327,8 +339,8 @@ RUNS: list[Callable[..., None] | None] = [
     *(fp16_weights, no_inf_checks, unscale_twice, bf16_weights, overflow_at_every_scale),
     norm_of_another_dtype,
     None,  # a Mac
-    *(scaler_in_use, config_among_handlers, norms_in_the_first_steps, loss_of_zero),
-    schedule_before_the_step,
+    *(scaler_in_use, config_among_handlers, section_in_the_file),
+    *(norms_in_the_first_steps, loss_of_zero, schedule_before_the_step),
     *(schedule_and_average, resumed, lora_after_skips, muon, fp16_on_a_cpu),
 ]
 """A run for each row, in the page's order. Of stock it raises what is printed, or asserts what is

@@ -37,7 +37,7 @@ ONLY_IN = {
     },
     "psutil": {"async_optimizer/worker", "devices"},
     "transformers": {"integrations/trainer"},
-    "typing_extensions": {"integrations/attaching"},
+    "typing_extensions": {"async_optimizer/optimizer", "integrations/attaching"},
     "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""
@@ -56,9 +56,9 @@ MAX_LINES = {
     "overflow": 2_853,
     "telemetry": 1_510,
     "report": 1_053,
-    "launch": 473,
-    "selftest": 712,
-    "": 981,
+    "launch": 474,
+    "selftest": 718,
+    "": 986,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

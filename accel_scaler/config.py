@@ -273,7 +273,18 @@ class ScalerConfig:
         return {n: v for n, spec in FIELDS.items() if (v := getattr(self, n)) != spec.default}
 
 
-class Settings(TypedDict, total=False):
+class StepSettings(TypedDict, total=False):
+    """Fields of a step beside its mode and offload, as keywords of ``AsyncOptimizer``."""
+
+    sharded: bool
+    delay_warmup_steps: int
+    delay_compensation: Compensation
+    master_weights: Masters
+    optimizer_threads: Threads
+    fold_unscale: bool
+
+
+class Settings(StepSettings, total=False):
     """The fields of :class:`ScalerConfig` as keywords, for editors and type checkers."""
 
     init_scale: float
@@ -284,14 +295,8 @@ class Settings(TypedDict, total=False):
     min_scale: float | None
     max_scale: float | None
     hysteresis: int
-    sharded: bool
     step_mode: StepMode
-    delay_warmup_steps: int
-    delay_compensation: Compensation
     offload: Offload
-    master_weights: Masters
-    optimizer_threads: Threads
-    fold_unscale: bool
     skip_nonfinite: bool
     skip_norm_above: float | str | None
     max_consecutive_skips: int | None

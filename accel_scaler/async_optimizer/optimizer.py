@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..config import ScalerConfig, merge
+from ..config import Offload, ScalerConfig, StepMode, StepSettings, merge
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
 from ..optimizer_step import Boundary, async_stepper_of, boundary_of
@@ -22,11 +22,8 @@ from .hooks import SyncHooks
 from .shared_parameters import take_over
 from .worker import Worker
 
-SETTINGS = (
-    *("master_weights", "delay_warmup_steps", "delay_compensation"),
-    *("optimizer_threads", "fold_unscale", "sharded"),
-)
-"""Of a step, beside its mode and offload."""
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AsyncOptimizer(Optimizer):
@@ -76,17 +73,17 @@ class AsyncOptimizer(Optimizer):
         model: Module | None = None,
         *,
         scaler: GradScaler | None = None,
-        step_mode: str = "overlap",
-        offload: str = "none",
-        **settings: Any,
+        step_mode: StepMode = "overlap",
+        offload: Offload = "none",
+        **settings: Unpack[StepSettings],
     ) -> None:
-        step_mode = settings.pop("mode", step_mode)  # its earlier name
-        given = {"step_mode": step_mode, "offload": offload, **settings}
-        config, _ = merge(("AsyncOptimizer", given))
-        if foreign := settings.keys() - SETTINGS:
+        known, given = StepSettings.__annotations__, dict[str, Any](settings)
+        step_mode = given.pop("mode", step_mode)  # its earlier name
+        config, _ = merge(("AsyncOptimizer", given | {"step_mode": step_mode, "offload": offload}))
+        if foreign := given.keys() - known:
             raise ConfigError(
                 f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "
-                f"{', '.join(SETTINGS)}. The scale's are arguments of GradScaler."
+                f"{', '.join(known)}. The scale's are arguments of GradScaler."
             )
         _check_arguments(optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.

@@ -53,4 +53,5 @@ def main(argv: Sequence[str]) -> int:
     replace(config, **answers)  # refuses those that contradict each other
     write_section(path, answers)
     say(f"\nWritten. To use it: accel-scaler launch --config_file {path} train.py")
+    say("`accelerate launch` refuses a file with this section.")
     return 0

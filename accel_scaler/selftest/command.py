@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..console import say
@@ -47,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run what ``add_arguments`` describes; 0, or 1 if a row failed. Raises ``ConfigError`` for a
     file that cannot be written."""
-    if args.json:
-        folder = os.path.dirname(os.path.abspath(args.json))
-        if os.path.isdir(args.json) or not os.access(folder, os.W_OK):
-            raise ConfigError(f"--json {args.json}: cannot be written; give another place.")
+    if (path := args.json) is not None:
+        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+        if not path or os.path.isdir(path) or not os.access(place, os.W_OK):
+            raise ConfigError(f"--json {path!r}: cannot be written; give another place.")
     with _environment(args.device):
         from .rows import Result, device, in_turn, read_size
 
@@ -83,7 +84,9 @@ def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
     flags += ["--num_machines", "1", "--main_process_port", "0", "--module", "accel_scaler", "test"]
     flags += ["--parameters", args.parameters] + ["--json", args.json] * bool(args.json)
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:  # torchrun leaves its own
-        return launch(["--log_dir", folder, *flags])
+        config = Path(folder, "config.yaml")  # else the user's default one has a say
+        config.write_text("distributed_type: MULTI_GPU\n")
+        return launch(["--log_dir", folder, "--config_file", str(config), *flags])
 
 
 def _end(found: list[Result], path: str | None) -> None:
@@ -102,8 +105,10 @@ def _end(found: list[Result], path: str | None) -> None:
     say("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))
     if path is not None:
         content = {"accel_scaler": __version__, **counts, "rows": [asdict(row) for row in found]}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+        try:
+            Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {path!r}: cannot be written ({error.strerror}).") from error
 
 
 @contextmanager

@@ -21,9 +21,12 @@ LAUNCH = [
 def test_two_ranks_run_every_row_and_one_tells(tmp_path: Path, command: list[str]) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
+    if command is TEST:  # the user's own config has no say
+        (tmp_path / "accelerate").mkdir()
+        (tmp_path / "accelerate" / "default_config.yaml").write_text("gpu_ids: [")
     code, out, err = run(
         [*command, "--parameters", "30k", "--json", "found.json"],
-        tmp_path, ACCELERATE_USE_CPU="true", TMPDIR=str(temporary),
+        tmp_path, ACCELERATE_USE_CPU="true", TMPDIR=str(temporary), HF_HOME=str(tmp_path),
     )  # fmt: skip
     assert code == 0, out + err
     found = json.loads((tmp_path / "found.json").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
 from accel_scaler import ScalerConfig, cli
 from accel_scaler.config_file import read_config, write_section
@@ -85,6 +85,9 @@ def test_what_is_answered_is_what_is_launched_with(
     assert asked == [name for name in ASKED for _ in range(1 + (name in ASKED[::2][:2]))]
     assert "Expected 'sync', 'overlap', 'delayed' or 'auto'." in out
     assert f"accel-scaler launch --config_file {path} train.py" in out
+    assert "`accelerate launch` refuses" in out
+    with pytest.raises(ValueError, match=r"unknown keys.*accel_scaler"):
+        load_config_from_file(str(path))
     # Again: Enter keeps what is there, none takes it out.
     answers += ["", "", "none", "", "none"]
     assert ask(path) == 0

@@ -231,14 +231,15 @@ def test_bad_input_is_a_row_that_failed(capsys: pytest.CaptureFixture[str], case
     assert "scaler is" not in out
 
 
-@pytest.mark.parametrize("path", ["", "missing/found.json"])
-def test_a_file_that_cannot_be_written_is_refused_first(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, path: str
+@pytest.mark.parametrize("path", [".", "missing/found.json", "", "/dev/full"])
+def test_a_file_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
-    assert run("--json", str(tmp_path / path)) == 2
+    assert run("--json", path, "--parameters", "0") == 2
     said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert str(tmp_path / path).rstrip("/") in said.err
+    assert bool(said.out) == (path == "/dev/full"), "the others are refused first"
+    assert said.err.count("\n") == 1
+    assert f"--json {path!r}: cannot be written" in said.err
 
 
 def test_ctrl_c_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

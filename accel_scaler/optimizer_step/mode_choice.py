@@ -13,7 +13,10 @@ from statistics import median, quantiles
 TURN = 4
 """Steps one way before the other one's turn; of these the first and the last are not timed."""
 FEW, MANY = 2, 8
-"""Rounds of two turns after which it may be decided, and is."""
+"""Rounds of two turns after which it may be decided, and is; the first one apart:"""
+FAR = 2.0
+"""So many times slower in each window beside, it is decided before a second turn of these: each
+costs much. Those inside were timed before and after them, so that it is no pause."""
 SPAN = 64
 """Steps after the decision that are compared with those just after it."""
 CHANGED = 1.25
@@ -66,10 +69,10 @@ class ModeChoice:
 
     def _take_turns(self, agree: Callable[[int], int]) -> bool:
         self.is_beside = self._count > 0 and self._count // TURN % 2 == 1
-        rounds, rest = divmod(self._count, 2 * TURN)
-        if rest or rounds < FEW:
+        turns, rest = divmod(self._count, TURN)
+        if rest or turns < 3:
             return False
-        answer = agree(self._answer(is_last=rounds >= MANY))
+        answer = agree(self._answer(is_last=turns >= 2 * MANY))
         if answer:
             inside, beside = (median(self._times[way] or [0.0]) for way in (False, True))
             self.medians = inside, beside
@@ -80,7 +83,10 @@ class ModeChoice:
     def _answer(self, is_last: bool) -> int:
         """0: measure on; 1: inside ``step()``; 2: beside."""
         inside, beside = self._times[False], self._times[True]
-        if min(len(inside), len(beside)) < FEW * (TURN - 2):  # many were skipped
+        timed = min(len(inside), len(beside))
+        if timed >= TURN - 2 and min(beside) > FAR * max(inside):
+            return 1
+        if timed < FEW * (TURN - 2):  # too early, or many were skipped
             return 0
         low, high = sorted((inside, beside), key=median)
         is_clear = quantiles(low, method="inclusive")[2] < quantiles(high, method="inclusive")[0]

@@ -13,12 +13,13 @@ from accelerate import Accelerator
 from async_support import Clock
 from children import everywhere, on_two_ranks
 from support import reset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from two_ranks import Net, prepared_shards, whole
 from versions import before_torch
 
-from accel_scaler import attach, detach
+from accel_scaler import AsyncOptimizer, attach, detach
 from accel_scaler.async_optimizer import async_stepper
 from accel_scaler.optimizer_step import stepper_of
 
@@ -112,5 +113,27 @@ def test_a_rank_that_is_out_of_inputs_is_not_asked(
         assert all(map(torch.equal, found, expected))
         assert len(clock.modes) == WINDOWS
         assert clock.modes[-1]
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_the_ranks_of_a_group_choose_without_the_others(tmp_path: Path) -> None:
+    """Actor and critic on ranks of their own, which step as often as they like."""
+
+    def train_alone(mode: str, group: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = DistributedDataParallel(nn.Linear(8, 1), process_group=group)
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with AsyncOptimizer(inner, model, step_mode=mode) as optimizer:
+            for window in range(WINDOWS - 40 * dist.get_rank()):
+                model(batch(window)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def body() -> None:
+        groups = [dist.new_group([rank]) for rank in range(2)]
+        mine = groups[dist.get_rank()]
+        assert all(map(torch.equal, train_alone("auto", mine), train_alone("sync", mine)))
 
     on_two_ranks(body, tmp_path)

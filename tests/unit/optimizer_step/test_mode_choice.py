@@ -39,7 +39,7 @@ class Run:
         return self.now / min(ways)
 
 
-@pytest.mark.parametrize("beside", [0.5, 0.6, 0.8, 0.97, 1.03, 1.2, 1.6])
+@pytest.mark.parametrize("beside", [0.5, 0.6, 0.8, 0.97, 1.03, 1.2, 1.6, 1.99, 2.2, 3.4])
 def test_the_faster_way_is_chosen_and_trying_costs_at_most_two_percent_of_500(
     beside: float,
 ) -> None:
@@ -70,6 +70,19 @@ def test_an_evaluation_of_a_minute_every_few_windows_counts_for_nothing(period: 
     assert len(run.decided) == 1
 
 
+@pytest.mark.parametrize("slow", [{1}, {6}, {7}, {6, 9}, {6, 7, 8, 9, 10}, set(range(5))])
+def test_what_is_slow_in_both_ways_is_no_early_decision(slow: set[int]) -> None:
+    """A pause, a while in which others use the machine, the first windows of a run."""
+    run = Run(lambda n, way: 5.0 if n in slow else 0.8 if way else 1.0).go_on(500)
+    assert run.choice.is_beside
+
+
+def test_what_is_far_slower_beside_is_tried_for_one_turn() -> None:
+    run = Run(lambda _, way: 2.5 if way else 1.0).go_on(500)
+    assert sum(run.modes) == TURN
+    assert run.decided == [3 * TURN]
+
+
 @pytest.mark.parametrize("at", range(0, 24))
 def test_one_pause_wherever_it_falls(at: int) -> None:
     run = Run(lambda n, way: (1.1 if way else 1.0) + MINUTE * (n == at)).go_on(500)
@@ -89,7 +102,7 @@ def test_a_change_for_good_is_measured_again() -> None:
 
 def test_a_slow_drift_is_measured_again_once_it_has_added_up() -> None:
     run = Run(lambda n, way: (1.0 + n / 1000) * (0.8 if way else 1.0)).go_on(1000)
-    assert run.choice.is_beside
+    assert all(run.modes[number + 1] for number in run.decided)
     assert 2 <= len(run.decided) <= 4
 
 

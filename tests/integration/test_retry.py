@@ -254,18 +254,22 @@ class Sized(nn.Module):
         ({"on_overflow": "skip"}, [16, 15, 14, 13, 13, 14, 13, 13], [0] * 8),
     ],
 )
+@pytest.mark.parametrize("count", [1, 2])
 def test_the_scale_grows_where_there_is_room(
-    settings: dict[str, Any], scales: list[int], retries: list[int]
+    settings: dict[str, Any], scales: list[int], retries: list[int], count: int
 ) -> None:
-    """With ``skip`` as torch's: there is a skip, at 14, every other interval."""
+    """With ``skip`` as torch's: there is a skip, at 14, every other interval. ``count``: of
+    optimizers in each window, one of which overflows."""
     given = {"on_overflow": "retry", "growth_interval": 2, "init_scale": 2.0**16} | settings
     with attached(None, **given) as accelerator:
-        model, optimizer = accelerator.prepare(Sized(), None)[0], None
-        optimizer = accelerator.prepare(sgd(model.parameters(), lr=2.0**-8, momentum=0.0))
+        models = [accelerator.prepare(Sized()) for _ in range(count)]
+        made = [sgd(model.parameters(), lr=2.0**-8, momentum=0.0) for model in models]
+        optimizers = [accelerator.prepare(optimizer) for optimizer in made]
         for _ in range(8):
-            accelerator.backward(model(6.0))
-            optimizer.step()
-            optimizer.zero_grad()
+            accelerator.backward(sum(model(6.0 / n) for n, model in enumerate(models, 1)))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         records = list(accelerator.scaler_history.records)
         verdict = accelerator.scaler_history.summary().splitlines()[0]
     assert [r.scale for r in records] == [2.0**n for n in scales]

@@ -112,8 +112,8 @@ class AsyncOptimizer(Optimizer):
             self._hooks.watch(self._models())
             self._stepper.refresh()
             if scaler is not None:  # one for all its optimizers, an accelerator's too
-                known = boundary_of(scaler)
-                self._boundary = known or Boundary(scaler, device, skip_nonfinite=False)
+                found = boundary_of(scaler)
+                self._boundary = found or Boundary(scaler, device, skip_nonfinite=False)
                 self._boundary.add(self, config.fold_unscale)
                 scaler.sharded = scaler.sharded or config.sharded
         except BaseException:

@@ -23,6 +23,15 @@ class KeyNumber:
     more: str = ""
 
 
+NAMES = {
+    "parameters_trained": "parameters trained",
+    "parameter_bytes": "memory of the parameters",
+    "device_peak_bytes": "peak memory, device",
+    "host_peak_bytes": "peak memory, host",
+}
+"""Of what the recorder notes itself; metrics keep the names that the script gives them."""
+
+
 def key_numbers(run: Run) -> list[KeyNumber]:
     """The tiles, with a dash for what is unknown; then what the run has besides."""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
@@ -73,7 +82,7 @@ def _noted(name: str, mean: Mean) -> KeyNumber:
 
     low, high = text(mean.low), text(mean.high)
     return KeyNumber(
-        name,
+        NAMES.get(name, name),
         text(mean.last or 0.0),
         f"lowest {low}, highest {high}" * (low != high and mean.count > 1),
     )

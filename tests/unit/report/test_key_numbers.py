@@ -76,11 +76,11 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
         found.items()
         >= {
             "parameters": "124,439,808",
-            "parameters_trained": "294,912",
-            "parameter_bytes": "498 MB",
+            "parameters trained": "294,912",
+            "memory of the parameters": "498 MB",
             "eval_loss": "nan lowest 2.25, highest 2.5",
             "eval_f1": "nan",
             "test_f1": "0.5",
-            "host_peak_bytes": "1.07 GB lowest 1.07 GB, highest 2.15 GB",
+            "peak memory, host": "1.07 GB lowest 1.07 GB, highest 2.15 GB",
         }.items()
     )

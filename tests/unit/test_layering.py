@@ -58,7 +58,7 @@ MAX_LINES = {
     "report": 1_053,
     "launch": 474,
     "selftest": 718,
-    "": 986,
+    "": 987,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -321,10 +321,11 @@ ABOUT = {
 """The help of each field, from the docstring."""
 
 # HfArgumentParser makes flags of the fields: ``metadata`` is for argparse, and a text that is of no
-# single type it is to hand on as it is.
+# single type, as ``none``, it is to hand on as it is.
 for _name, _spec in FIELDS.items():
     _spec.metadata = MappingProxyType({"help": f"{ABOUT[_name]} Takes {KINDS[_name].allowed}."})
-ScalerConfig.__annotations__ |= {"optimizer_threads": "str", "fp32_modules": "str"}
+_texts = ("optimizer_threads", "fp32_modules", "min_scale", "max_scale", "max_consecutive_skips")
+ScalerConfig.__annotations__ |= dict.fromkeys(_texts, "str")
 
 Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field; texts are converted."""

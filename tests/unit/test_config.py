@@ -98,8 +98,9 @@ def test_attachs_keywords_for_editors_are_the_fields() -> None:
     assert sorted(Settings.__annotations__) == sorted(FIELDS)
     own = get_type_hints(Settings)
     as_texts = {"optimizer_threads", "fp32_modules"}
+    as_texts |= {"min_scale", "max_scale", "max_consecutive_skips"}
     same = {name for name, hint in get_type_hints(ScalerConfig).items() if hint == own[name]}
-    assert same == FIELDS.keys() - as_texts, "HfArgumentParser reads these two as texts"
+    assert same == FIELDS.keys() - as_texts, "HfArgumentParser reads these as texts"
     assert own["fp32_modules"] == Sequence[str]
     for name, hint in own.items():
         if get_origin(hint) is Literal:
@@ -123,6 +124,9 @@ def test_the_trainers_parser_makes_a_flag_of_each_field_with_its_help(tmp_path: 
     flags += ["--no_skip_nonfinite", "--heal", "--optimizer-threads", "2"]
     _, config = parser.parse_args_into_dataclasses([*start, *flags])
     assert config == ScalerConfig(**given, skip_nonfinite=False, heal=True)
+    nones = [f"--{name}=none" for name in FIELDS if "or none" in allowed(name)]
+    _, config = parser.parse_args_into_dataclasses([*start, *nones, "--min_scale", "1"])
+    assert (len(nones), config) == (5, ScalerConfig(min_scale=1.0))
     assert parser.parse_dict({"output_dir": str(tmp_path), **given})[1] == ScalerConfig(**given)
     helped = " ".join(parser.format_help().split()).replace("- ", "-")
     for name in FIELDS:

@@ -569,8 +569,23 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     close_all(face, scaler, ours, clipper)
 
 
+def test_a_shared_parameter_is_clipped_once_beside_one_that_stays_scaled() -> None:
+    accelerator = attached()
+    half, shared = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
+    for p in (half, shared, shared):
+        accelerator.prepare(SGD([p], lr=0.125))
+    accelerator.backward((half.float() + shared).sum())
+    plain = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    torch.stack(plain).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    assert torch.equal(accelerator.clip_grad_norm_([half, shared], 0.5), expected)
+    assert torch.equal(shared.grad, plain[1].grad)  # type: ignore[arg-type]
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+
+
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("which", ["each", "all", "first", "value", "none"])
+@pytest.mark.parametrize("which", ["each", "all", "twice", "first", "value", "none"])
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None:
     """It was unscaled once for each owner."""
@@ -582,6 +597,7 @@ def test_a_clip_of_a_shared_parameter(mode: str, which: str, fold: bool) -> None
     if which == "value":
         accelerator.clip_grad_value_([a, b, c], 1e6)
     sets = {"each": [[a, c], [b, c]], "all": [[a, b, c]], "first": [[a, c]]}
+    sets["twice"] = [[a, c, b, c]]
     for params in sets.get(which, []):
         accelerator.clip_grad_norm_(params, 1e6)
     for each in ours:

@@ -473,6 +473,19 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
 
 
+@pytest.mark.parametrize("kind", [2.0, INF])
+def test_optimizers_that_are_clipped_together_are_skipped_together(kind: float) -> None:
+    """Their norm is not finite."""
+    scaler, params, _, ours, clipper = several("accelerate", "sync")
+    clipper.backward(params[0].sum() * INF + params[1].sum())
+    assert float(clipper.clip_grad_norm_(params, 1.0, kind)) == INF
+    for each in ours:
+        each.step()
+        assert each.step_was_skipped
+    assert [p.tolist() for p in params] == [[1.0] * 3, [2.0] * 3]
+    close_all("accelerate", scaler, ours, clipper)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_spike_beside_an_overflow_is_one_overflow(order: tuple[int, int]) -> None:
     """Of two optimizers: the scale falls, once."""

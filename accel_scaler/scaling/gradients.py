@@ -254,12 +254,11 @@ def unscale_in_place(
 
 @torch.no_grad()
 def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
-    """Multiply each by ``factor``, in float32 or higher precision. Does not synchronise."""
+    """Multiply each by ``factor``, which torch's kernels take in float32 at least. Does not
+    synchronise."""
     for grad in grads:
         held = local(grad)
-        held = held._values() if held.is_sparse else held
-        wide = held.to(torch.promote_types(held.dtype, torch.float32))
-        held.copy_(wide * factor)  # in float16 the factor would be rounded first
+        (held._values() if held.is_sparse else held).mul_(factor)
         torch.autograd.graph.increment_version([grad])
 
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from support import same
 from torch import Tensor, nn
 
-from accel_scaler import ConfigError, OverflowStreakError, attach, detach
+from accel_scaler import ConfigError, OrderError, OverflowStreakError, attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -305,6 +305,32 @@ def test_a_batch_that_the_loop_drops_says_nothing_of_the_next(
             optimizer.zero_grad()
         found.append((model.state_dict(), optimizer.state_dict()))
     assert same(found[0], found[1])
+
+
+def test_what_a_backward_of_the_loops_own_adds_after_a_clip_is_checked() -> None:
+    accelerator: Any = attach(Accelerator(cpu=True))
+    p = nn.Parameter(torch.ones(2))
+    optimizer = accelerator.prepare(torch.optim.SGD([p], lr=0.5))
+    p.sum().backward()
+    accelerator.clip_grad_norm_([p], 1e6)
+    (p * NAN).sum().backward()
+    optimizer.step()
+    assert (p.tolist(), optimizer.step_was_skipped) == ([1.0, 1.0], True)
+    detach(accelerator)
+
+
+def test_a_backward_after_a_clip_that_is_left_to_the_step_is_refused() -> None:
+    """Of gradients that go to masters; the clip would be lost."""
+    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="bf16"), master_weights="fp32")
+    p = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = accelerator.prepare(torch.optim.SGD([p], lr=0.5))
+    accelerator.backward(p.sum())
+    accelerator.clip_grad_norm_([p], 0.125)
+    accelerator.backward(p.sum())
+    with pytest.raises(OrderError, match="changed after they were clipped"):
+        optimizer.step()
+    assert p.tolist() == [1.0, 1.0]
+    detach(accelerator)
 
 
 class WithoutGradients(torch.optim.SGD):

@@ -279,6 +279,21 @@ def test_the_scale_grows_where_there_is_room(
     assert (f"{again} window" in verdict and "batches lost: 0" in verdict) == bool(again)
 
 
+def test_the_scale_grows_an_interval_after_a_window_that_was_made_again() -> None:
+    """Not an interval after the growth before it."""
+    given: Any = {"on_overflow": "retry", "growth_interval": 3, "growth_headroom": False}
+    with attached(None, init_scale=2.0**13, **given) as accelerator:
+        model = accelerator.prepare(Sized())
+        optimizer = accelerator.prepare(sgd(model.parameters(), lr=2.0**-8, momentum=0.0))
+        for size in (6.0, 12.0, 6.0, 6.0, 3.0):  # 12 * 2**13 is above 65504
+            accelerator.backward(model(size))
+            optimizer.step()
+            optimizer.zero_grad()
+        records = list(accelerator.scaler_history.records)
+    assert [r.retries for r in records] == [0, 1, 0, 0, 0]
+    assert [r.scale for r in records] == [2.0**n for n in (13, 12, 12, 12, 13)]
+
+
 def looked_at(accelerator: Any, model: Any, number: int) -> list[float]:
     """The script takes gradients of its own, and halves what comes to an output."""
     x, y = rows(number)

@@ -473,6 +473,19 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
 
 
+@pytest.mark.parametrize("kind", [2.0, INF])
+def test_optimizers_that_are_clipped_together_are_skipped_together(kind: float) -> None:
+    """Their norm is not finite."""
+    scaler, params, _, ours, clipper = several("accelerate", "sync")
+    clipper.backward(params[0].sum() * INF + params[1].sum())
+    assert float(clipper.clip_grad_norm_(params, 1.0, kind)) == INF
+    for each in ours:
+        each.step()
+        assert each.step_was_skipped
+    assert [p.tolist() for p in params] == [[1.0] * 3, [2.0] * 3]
+    close_all("accelerate", scaler, ours, clipper)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_spike_beside_an_overflow_is_one_overflow(order: tuple[int, int]) -> None:
     """Of two optimizers: the scale falls, once."""
@@ -569,7 +582,22 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     close_all(face, scaler, ours, clipper)
 
 
-@pytest.mark.parametrize("which", ["each", "all", "first", "value", "none"])
+def test_a_shared_parameter_is_clipped_once_beside_one_that_stays_scaled() -> None:
+    accelerator = attached()
+    half, shared = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
+    for p in (half, shared, shared):
+        accelerator.prepare(SGD([p], lr=0.125))
+    accelerator.backward((half.float() + shared).sum())
+    plain = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    torch.stack(plain).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    assert torch.equal(accelerator.clip_grad_norm_([half, shared], 0.5), expected)
+    assert torch.equal(shared.grad, plain[1].grad)  # type: ignore[arg-type]
+    accelerator.scaler.abandon_window()
+    detach(accelerator)
+
+
+@pytest.mark.parametrize("which", ["each", "all", "twice", "first", "value", "none"])
 @pytest.mark.parametrize("fold", [False, True])
 def test_a_clip_of_a_shared_parameter(which: str, fold: bool) -> None:
     """It was unscaled once for each owner."""
@@ -581,6 +609,7 @@ def test_a_clip_of_a_shared_parameter(which: str, fold: bool) -> None:
     if which == "value":
         accelerator.clip_grad_value_([a, b, c], 1e6)
     sets = {"each": [[a, c], [b, c]], "all": [[a, b, c]], "first": [[a, c]]}
+    sets["twice"] = [[a, c, b, c]]
     for params in sets.get(which, []):
         accelerator.clip_grad_norm_(params, 1e6)
     for each in ours:

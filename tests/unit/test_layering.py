@@ -49,7 +49,7 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_248,
+    "scaling": 2_247,
     "optimizer_step": 2_023,
     "async_optimizer": 4_937,
     "integrations": 1_393,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_170
+MAX_SUM = 18_169
 """The aim is 16,000."""
 
 

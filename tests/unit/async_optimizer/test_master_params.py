@@ -19,6 +19,7 @@ from accel_scaler import (
     attach,
     detach,
 )
+from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.master_params import MasterRule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
@@ -38,12 +39,16 @@ def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_clipping_some_parameters_leaves_the_others() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_some_parameters_leaves_the_others(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some of an optimizer's: they are clipped in float16, still scaled: one rounding of it."""
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1 << 19)  # one part: one block, if fused
     model, plain = half(), half()
     chosen = [0, 3]
     scaler = GradScaler("cpu", init_scale=INIT_SCALE)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
         before = [p.detach().float().clone() for p in model.parameters()]
         scaler.scale(loss_of(model, 0)).backward()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from attached import cpu, prepared, train
 from support import mlp, stock, weights
@@ -46,6 +47,22 @@ def test_an_optimizer_that_another_accelerator_took_over_is_not_given_back() -> 
     assert optimizer.scaler is second.scaler
     detach(second)
     assert type(optimizer) is AcceleratedOptimizer
+
+
+def test_after_detach_no_step_counts_as_skipped() -> None:
+    """Without a scaler nothing ever says again that one was not; a scheduler asks."""
+    accelerator = attach(Accelerator(cpu=True), ScalerConfig())
+    p = nn.Parameter(torch.ones(2))
+    optimizer: Any = accelerator.prepare(SGD([p], lr=0.5))
+    accelerator.backward((p * INF).sum())
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    detach(accelerator)
+    assert optimizer.step_was_skipped is False
+    optimizer.zero_grad()
+    accelerator.backward(p.sum())
+    optimizer.step()
+    assert (p.tolist(), optimizer.step_was_skipped) == ([0.5, 0.5], False)
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])

@@ -141,6 +141,7 @@ def test_parameters_and_random_state_are_put_back_whatever_is_raised(error: Base
     recording = recorded(net)
     window(recording, net, torch.ones(2, 4))
     before = [(p, p.grad) for p in net.parameters()]
+    torch.rand(3)  # else it ends where running again does
     state, hooks = torch.get_rng_state(), [len(m._forward_hooks) for m in net.modules()]
     fails = True
     with pytest.raises(type(error)):

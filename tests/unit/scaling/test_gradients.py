@@ -16,6 +16,7 @@ from accel_scaler.scaling.gradients import (
     check_norms,
     is_uniform,
     match_layout,
+    multiply_in_place,
     norm_of,
 )
 
@@ -134,3 +135,14 @@ def test_match_layout_keeps_values_and_touches_no_matching_gradient() -> None:
     assert none.grad is None
     assert other.grad.stride() == other.stride()
     assert torch.equal(other.grad, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [2.0**-26, 0.3])
+def test_a_factor_is_not_rounded_to_the_gradients_dtype(dtype: torch.dtype, factor: float) -> None:
+    grad = torch.tensor([3.0, 2.0**14, 1000.0], dtype=dtype)
+    expected = (grad.float() * factor).to(dtype)
+    version = grad._version
+    multiply_in_place([grad], factor)
+    assert torch.equal(grad, expected)
+    assert grad._version > version

@@ -17,7 +17,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, attach, detach
+from accel_scaler import (
+    AccelScalerError,
+    ConfigError,
+    ScalerConfig,
+    UnsupportedError,
+    attach,
+    detach,
+)
 from accel_scaler.config import merge
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
@@ -100,7 +107,7 @@ def try_config(path: Path) -> str:
         if refusals:
             raise refusals[0]
         assert not refused
-    except ConfigError as error:
+    except (ConfigError, UnsupportedError) as error:  # FSDP where there is no GPU
         one_line(error)
         refused.append("accelerate")
     try:

@@ -6,8 +6,9 @@
 The cases are those of ``overlap.py``: two lists of parameters, fused AdamW with clipping; between
 two steps the training thread waits for a device (it sleeps), runs small eager operations, or runs
 Python, half as long again as an update takes; with ``both cores taken`` another process computes on
-each core meanwhile. Each of the three modes trains the same number of windows, in turn: a few of
-each, then the next, so that a noisy machine is noisy for all, but every run goes on where it was.
+each core meanwhile. Each of the three modes trains the same number of windows in a process of its
+own, since what one frees decides where the next one's memory lies. They take turns: a few windows
+of each, then the next, so that a noisy machine is noisy for all.
 
 The rows: seconds of the whole run of each mode, gradients filled in apart, ``auto`` over the
 better of the other two (the aim is at most 1.02 over 500 windows), how many of its windows ran in
@@ -17,6 +18,7 @@ better of the other two (the aim is at most 1.02 over 500 windows), how many of 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import platform
 import statistics
@@ -25,22 +27,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from boundary import CASES
-from overlap import Bench, amount, operations, python
+from overlap import Bench, Work, operations, python, repeated, rounds_in
 
 from accel_scaler import detach
 from accel_scaler.async_optimizer import async_stepper
 from accel_scaler.optimizer_step import stepper_of
 
+Shapes = list[tuple[int, ...]]
 MODES = ("sync", "overlap", "auto")
 SLICE = 4
 """Windows of one mode, before another one's turn: as many as ``auto`` tries one mode for."""
 BUSY = "both cores taken"
-WORK = ("waits for a device", "small eager operations", "runs Python", BUSY)
+WORK: dict[str, Work | None] = {
+    "waits for a device": None,
+    "small eager operations": operations,
+    "runs Python": python,
+    BUSY: operations,
+}
 
 
 @contextmanager
@@ -77,10 +86,7 @@ class Clock:
 class Run:
     """One mode's run of windows."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], mode: str) -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        PartialState._reset_state()
+    def __init__(self, shapes: Shapes, mode: str) -> None:
         torch.manual_seed(0)
         self.bench = Bench(shapes, mode, "auto")
         self.clock = Clock()
@@ -114,7 +120,7 @@ class Run:
                 self.decided = len(self.seconds)
 
 
-def update_seconds(shapes: list[tuple[int, ...]]) -> float:
+def update_seconds(shapes: Shapes) -> float:
     """Of a step in ``sync``, after the first ones."""
     run = Run(shapes, "sync")
     for _ in range(8):
@@ -123,14 +129,45 @@ def update_seconds(shapes: list[tuple[int, ...]]) -> float:
     return statistics.median(run.seconds[3:])
 
 
-def works(seconds: float) -> dict[str, Callable[[], None]]:
-    eager = amount(operations, seconds)
-    return {
-        "waits for a device": lambda: time.sleep(seconds),
-        "small eager operations": eager,
-        "runs Python": amount(python, seconds),
-        BUSY: eager,
-    }
+def serve(pipe: Connection, shapes: Shapes, mode: str, name: str, busy: float, rounds: int) -> None:
+    """In a process of its own: run as many windows as is asked for, until it is 0."""
+    run, unit = Run(shapes, mode), WORK[name]
+    work = partial(time.sleep, busy) if unit is None else repeated(unit, rounds)
+    while count := pipe.recv():
+        for _ in range(count):
+            run.window(work)
+        stepper: Any = stepper_of(run.bench.optimizer)
+        stepper.wait()  # not beside the next one
+        pipe.send((sum(run.seconds), run.beside, run.decided))
+
+
+def row(shapes: Shapes, name: str, busy: float, windows: int) -> None:
+    unit = WORK[name]
+    rounds = 0 if unit is None else rounds_in(unit, busy)  # the same for all
+    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
+    for mode in MODES:
+        pipes[mode], there = context.Pipe()
+        processes.append(
+            context.Process(target=serve, args=(there, shapes, mode, name, busy, rounds))
+        )
+        processes[-1].start()
+    found: dict[str, tuple[float, int, int | None]] = {}
+    with cores_taken(name == BUSY):
+        for done in range(0, windows, SLICE):
+            for mode, pipe in pipes.items():
+                pipe.send(min(SLICE, windows - done))
+                found[mode] = pipe.recv()
+    for pipe in pipes.values():
+        pipe.send(0)
+    for process in processes:
+        process.join()
+    sync, overlap, auto = (found[mode][0] for mode in MODES)
+    _, beside, decided = found["auto"]
+    print(
+        f"{name:<24}{sync:>9.2f}{overlap:>11.2f}{auto:>9.2f}"
+        f"{auto / min(sync, overlap):>15.3f}{beside:>12}{decided or '-':>12}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -148,27 +185,8 @@ def main() -> None:
         print(f"\n{case}: {busy * 1e3:.1f} ms of work between two steps")
         print(f"{'the training thread':<24}{'sync s':>9}{'overlap s':>11}{'auto s':>9}", end="")
         print(f"{'auto / better':>15}{'in overlap':>12}{'decided at':>12}")
-        for name, work in works(busy).items():
-            if args.work not in (None, name):
-                continue
-            runs = {mode: Run(CASES[case], mode) for mode in MODES}
-            for run in runs.values():  # half a gigabyte each
-                run.bench.template = runs["sync"].bench.template
-            with cores_taken(name == BUSY):
-                while len(runs["auto"].seconds) < args.windows:
-                    for run in runs.values():
-                        for _ in range(min(SLICE, args.windows - len(run.seconds))):
-                            run.window(work)
-                        stepper_of(run.bench.optimizer).wait()  # not beside the next one
-            total = {mode: sum(run.seconds) for mode, run in runs.items()}
-            auto, better = runs["auto"], min(total["sync"], total["overlap"])
-            print(
-                f"{name:<24}{total['sync']:>9.2f}{total['overlap']:>11.2f}{total['auto']:>9.2f}"
-                f"{total['auto'] / better:>15.3f}{auto.beside:>12}{auto.decided or '-':>12}",
-                flush=True,
-            )
-            for run in runs.values():
-                detach(run.bench.accelerator)
+        for name in [args.work] if args.work else WORK:
+            row(CASES[case], name, busy, args.windows)
 
 
 if __name__ == "__main__":

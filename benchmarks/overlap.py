@@ -54,14 +54,16 @@ def python() -> None:
         total += i * i
 
 
-def amount(unit: Work, seconds: float) -> Work:
-    """So many times ``unit`` that it takes about ``seconds`` when nothing else runs."""
+def rounds_in(unit: Work, seconds: float) -> int:
+    """How often to call ``unit`` for about ``seconds``, when nothing else runs."""
     rounds, start = 0, time.perf_counter()
     while time.perf_counter() < start + max(seconds, 0.1):
         unit()
         rounds += 1
-    repeats = max(1, round(rounds * seconds / (time.perf_counter() - start)))
+    return max(1, round(rounds * seconds / (time.perf_counter() - start)))
 
+
+def repeated(unit: Work, repeats: int) -> Work:
     def run() -> None:
         for _ in range(repeats):
             unit()
@@ -140,8 +142,8 @@ def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, Row
     busy = 1.5 * statistics.median(bench.boundary(None)["T"] for _ in range(5))
     work: dict[str, Work] = {
         "waits for a device": lambda: time.sleep(busy),
-        "small eager operations": amount(operations, busy),
-        "runs Python": amount(python, busy),
+        "small eager operations": repeated(operations, rounds_in(operations, busy)),
+        "runs Python": repeated(python, rounds_in(python, busy)),
     }
     phases, rows = [], {name: Row() for name in work}
     for _ in range(repeats):

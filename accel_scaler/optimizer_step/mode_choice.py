@@ -13,10 +13,10 @@ from statistics import median, quantiles
 TURN = 4
 """Steps one way before the other one's turn; of these the first and the last are not timed."""
 FEW, MANY = 2, 8
-"""Rounds of two turns after which it may be decided, and is; the first one apart:"""
+"""Rounds of two turns after which it may be decided, and is. One case is decided earlier:"""
 FAR = 2.0
-"""So many times slower in each window beside, it is decided before a second turn of these: each
-costs much. Those inside were timed before and after them, so that it is no pause."""
+"""There is no second turn beside if each step of the first one takes so many times as long as any
+inside, of which some came before it and some after it: no pause looks like that."""
 SPAN = 64
 """Steps after the decision that are compared with those just after it."""
 CHANGED = 1.25
@@ -24,7 +24,7 @@ CHANGED = 1.25
 
 
 class ModeChoice:
-    """Told of each step, says how the update of the next one is to run.
+    """Is called at each step, and decides how the update of the next one runs.
 
     Ranks that step together make the same choice: they call at the same steps, and what one of
     them answers goes through ``agree``.

@@ -13,7 +13,7 @@ MINUTES ?= 60
 SIMDEV ?=
 SIMULATED := out/simulated
 # Of random settings beside the CPU.
-RANDOM_MINUTES ?= 5
+RANDOM_RUNS ?= 500
 # Empty: others each time.
 SEED ?=
 TESTS ?= tests/unit tests/integration tests/property
@@ -66,7 +66,7 @@ test-simulated: $(SIMULATED)/.built
 		-n $(WORKERS) --dist load tests/gpu $(ARGS)
 	$(SIMULATE) $(BIN)/python -c "import simdev, runpy; \
 		runpy.run_path('tests/gpu/random_settings.py', run_name='__main__')" \
-		--minutes $(RANDOM_MINUTES) $(if $(SEED),--seed $(SEED))
+		--runs $(RANDOM_RUNS) $(if $(SEED),--seed $(SEED))
 
 $(SIMULATED)/.built: $(STAMP) $(if $(SIMDEV),$(wildcard $(SIMDEV)/*.* $(SIMDEV)/*/*.py))
 	@test -n "$(SIMDEV)" || { echo "make test-simulated SIMDEV=folder"; exit 1; }

@@ -1,6 +1,6 @@
 """Random histories on a device whose numbers are the CPU's, beside plain torch on the CPU.
 
-    python tests/gpu/random_settings.py --minutes 5 [--seed S] [--only N] [--keep-going]
+    python tests/gpu/random_settings.py [--runs N] [--minutes M] [--seed S] [--only N]
 
 The device is a simulated one (``accelerators``), the histories those of ``history_operations.py``.
 Where its module has ``set_delay``, each run has other delays; where it has ``races``, a run fails
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import random
 import sys
@@ -64,7 +65,8 @@ def say(text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--runs", type=int, default=500, help="at most; default: %(default)s")
     parser.add_argument("--seed", type=int, default=None, help="default: the time")
     parser.add_argument("--only", type=int, default=None, help="this run alone")
     parser.add_argument("--without", default="", help="names of calls to be left out, by commas")
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu_float16.has_float16_kernels = lambda: True  # the products of plain torch
     end, failed = time.monotonic() + 60 * arguments.minutes, 0
     seen: Counter[str] = Counter()
-    numbers = iter([arguments.only]) if arguments.only is not None else iter(range(1 << 30))
+    numbers = iter([arguments.only]) if arguments.only is not None else iter(range(arguments.runs))
     for number in numbers:
         if time.monotonic() > end:
             break

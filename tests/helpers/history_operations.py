@@ -111,7 +111,7 @@ class Player:
         self.side = None if device == "cpu" else torch.Stream(device)
         self.averages: list[tuple[Tensor, Tensor]] = []
         self.kept: list[Tensor] = []
-        self.plain = PlainTorch(setup)
+        self.plain = PlainTorch(setup, device == "cpu")
         self.file = folder / "run.jsonl" if setup.telemetry else None
         make: Any = Attached if setup.attached else Raw
         self.ours: Any = make(setup, device, self.file and str(self.file))
@@ -274,7 +274,6 @@ class Player:
             grads = [p.grad for p in self.plain.net.parameters()]
             self.spoilt = any(g is not None and bool(g.count_nonzero()) for g in grads)
             self.versions = [p._version for p in self.ours.net.parameters()]
-        self.spoilt |= plain or bad
         self.count += 1
         aside = thread and self.attached and self.device == "cpu"
         again = self.is_open
@@ -290,6 +289,7 @@ class Player:
             return True
 
         ran = in_thread(run) if aside else run()
+        self.spoilt |= ran and (plain or bad)
         self.seen["overflow"] += bad and ran
         self.seen["several micro-batches"] += again and ran
         self.seen["backward in a thread"] += aside and ran
@@ -304,18 +304,18 @@ class Player:
     def settle(self) -> None:
         """A boundary is about to see what has overflowed."""
         blown, self.blown = self.blown, []
-        if not blown:
+        if not self.setup.retry or not self.is_open:
             return
-        low, _ = self.setup.bounds
+        for _, q in blown:
+            assert q.grad is not None
+            q.grad.fill_(INF)
         self.spoilt |= self.versions != [p._version for p in self.ours.net.parameters()]
-        if self.spoilt or self.plain.scale * 0.5 < (low or 1.0):
-            for _, q in blown:
-                assert q.grad is not None
-                q.grad.fill_(INF)
-        else:
+        while any(q.grad is not None and not q.grad.isfinite().all() for _, q in self.pairs):
+            self.seen["run again"] += not self.spoilt
+            self.seen["not run again"] += self.spoilt
+            if self.spoilt or not self.plain.may_retry():
+                break
             self.plain.retry()
-        self.seen["run again"] += not self.spoilt
-        self.seen["not run again"] += self.spoilt
 
     @operation(limit=(0.125, 0.01))
     def off_boundary(self, limit: float) -> Any:
@@ -441,6 +441,8 @@ class Player:
             self.plain.zero_grad(number, to_none)
         self.plain.final, self.plain.norm, self.clips = {}, None, []
         self.plain.refused.clear()
+        self.plain.losses.clear()
+        self.blown.clear()
         self.spoilt |= not to_none
         return self.backward(used, bad=False)
 
@@ -495,6 +497,7 @@ class Player:
             self.seen["skipped"] += not stepped
             self.seen["stepped"] += bool(stepped and grads)
         self.clips = []
+        self.plain.losses.clear()
         for number in set(self.numbers) - set(stepping):
             zero = zero.removeprefix("model ") if zero not in IN_PLACE else "zeros"
             self.seen["sat out"] += any(p.grad is not None for p in self.plain.owned[number])

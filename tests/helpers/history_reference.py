@@ -15,6 +15,8 @@ from references import GROWTH_INTERVAL, INIT_SCALE
 from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
+from accel_scaler.optimizer_step import blocks
+
 LAYERS = ("inner", "gain", "outer", "extra")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **COMMON,
@@ -165,8 +167,12 @@ def double_averages(entry: dict[str, Any]) -> None:
             entry[name] = entry[name] * 2.0
 
 
-def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float, float]:
-    """The next update without its gradient, and the gradient's rate and limit."""
+def preview(
+    group: dict[str, Any], w: Tensor, state: Any, block: int
+) -> tuple[Tensor, float, float]:
+    """The next update without its gradient, and the gradient's rate and limit.
+
+    ``block``: so many elements have one norm, in float32."""
     lr = group["lr"]
     kept = w * (1.0 - lr * group["weight_decay"])
     if "exp_avg" not in state:
@@ -178,7 +184,8 @@ def preview(group: dict[str, Any], w: Tensor, state: Any) -> tuple[Tensor, float
     scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
     root += eps / scale
     kept.addcdiv_(state["exp_avg"], root, value=-step * b1 / scale)
-    size = scale * math.sqrt(float(root.norm()) ** 2 / root.numel())
+    pieces = root.flatten().split(block)
+    size = scale * math.sqrt(sum(float(piece.norm()) ** 2 for piece in pieces) / root.numel())
     most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * size
     return kept, -step * (1.0 - b1) / size, most
 
@@ -198,8 +205,9 @@ class Window:
 class PlainTorch:
     """The training in plain torch: float32 masters, a loss scale, and when the model sees them."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.net = setup, Net(setup)
+    def __init__(self, setup: Setup, on_host: bool) -> None:
+        """``on_host``: the other side's model is in host memory, too."""
+        self.setup, self.net, self.on_host = setup, Net(setup), on_host
         groups = setup.groups(self.net)
         self.masters: dict[Tensor, nn.Parameter] = {}
         for p in self.net.parameters():
@@ -243,6 +251,8 @@ class PlainTorch:
         """The factor of the last clip of the norm."""
         self.refused: set[int] = set()
         """Optimizers that skip: a clip has found an overflow."""
+        self.losses: list[Tensor] = []
+        """Of the open window, whose gradients may be made again."""
 
     @property
     def everywhere(self) -> bool:
@@ -300,20 +310,26 @@ class PlainTorch:
         self.joined = set() if is_seen or self.setup.scaled else self.joined
         self.opened, self.norms = True, {}
         self.before = (self.scale, self.good, self.bad)
-        (loss * self.scale).backward()
+        self.losses += [loss] * self.setup.retry
+        (loss * self.scale).backward(retain_graph=self.setup.retry)
 
-    @torch.no_grad()
-    def retry(self) -> None:
-        """The window has half its scale, from its start: a power of two, so nothing is rounded."""
+    def may_retry(self) -> bool:
         low, _ = self.setup.bounds
-        assert self.scale * 0.5 >= (low or 1.0)
+        return self.scale * 0.5 >= (low or 1.0)
+
+    def retry(self) -> None:
+        """The window has half its scale, from its start."""
+        assert self.may_retry()
         for p in self.net.parameters():
             if p.grad is not None:
-                p.grad.mul_(0.5)
+                p.grad.zero_()
         self.scale, self.good = self.scale * 0.5, 0
         self.before = (self.scale, 0, self.before[2])
+        for loss in self.losses:
+            (loss * self.scale).backward(retain_graph=True)
 
     def start_window(self) -> None:
+        self.losses.clear()
         self.stepped, self.final, self.norm, self.norms = set(), {}, None, {}
         self.found = self.spiked = False
         self.refused.clear()
@@ -566,12 +582,14 @@ class PlainTorch:
     def show(self, number: int, grads: dict[Tensor, Tensor]) -> None:
         """Write the preview of this update to the parameters that have a gradient."""
         groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
+        is_host = self.on_host or self.setup.offload == "cpu"
+        block = blocks.HOST_BLOCK if is_host else blocks.DEVICE_BLOCK
         for group, p in zip(groups, self.owned[number], strict=True):
             if p not in grads or not self.has_master(p):
                 continue
             self.newer[number].pop(p, None)
             state = self.optimizers[number].state[self.masters[p]]
-            known, rate, most = preview(group, self.masters[p], state)
+            known, rate, most = preview(group, self.masters[p], state, block)
             p.copy_(known)
             g, factor = self.fresh(number, p)
             p.add_(g.float().clamp(-most / factor, most / factor), alpha=rate * factor)

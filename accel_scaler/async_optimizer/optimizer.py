@@ -78,7 +78,12 @@ class AsyncOptimizer(Optimizer):
         **settings: Unpack[StepSettings],
     ) -> None:
         known, given = StepSettings.__annotations__, dict[str, Any](settings)
-        step_mode = given.pop("mode", step_mode)  # its earlier name
+        if "mode" in given and step_mode != "overlap":
+            raise ConfigError(
+                f"AsyncOptimizer: got step_mode={step_mode!r} and mode={given['mode']!r}, which "
+                "is an earlier name of it. Leave out mode."
+            )
+        step_mode = given.pop("mode", step_mode)
         config, _ = merge(("AsyncOptimizer", given | {"step_mode": step_mode, "offload": offload}))
         if foreign := given.keys() - known:
             raise ConfigError(

@@ -66,9 +66,9 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     refuse_replaced(optimizer)
     if not is_splittable(optimizer):
         raise UnsupportedError(
-            f"{name} is not one of torch's optimizers, whose steps treat each parameter alone: it "
-            "is not stepped in parts, by AsyncOptimizer or with float32 masters. Use attach() and "
-            f"{WAY_OUT[4:]}"
+            f"{name} is not among the optimizers of torch whose step treats each parameter alone: "
+            "it is not stepped in parts, by AsyncOptimizer or with float32 masters. Use attach() "
+            f"and {WAY_OUT[4:]}"
         )
     params = parameters_of(optimizer)
     if any(getattr(p, "_fsdp_flattened", False) for p in params):

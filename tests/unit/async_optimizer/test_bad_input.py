@@ -67,6 +67,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "expected our GradScaler",
     ),
     "a mode": (lambda: AsyncOptimizer(sgd([one()]), step_mode="later"), ConfigError, "'later'"),
+    "both names": (
+        lambda: AsyncOptimizer(sgd([one()]), step_mode="delayed", mode="sync"),
+        ConfigError,
+        "step_mode='delayed' and mode='sync'",
+    ),
     "its old name": (lambda: AsyncOptimizer(sgd([one()]), mode="soon"), ConfigError, "'soon'"),
     "threads": (
         lambda: AsyncOptimizer(sgd([one()]), optimizer_threads=0),
@@ -78,7 +83,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "SAM": (
         lambda: AsyncOptimizer(Sam([one()]), mode="delayed"),
         UnsupportedError,
-        "not one of torch's",
+        "not among the optimizers of torch",
     ),
 }
 

@@ -80,7 +80,7 @@ def test_it_is_refused_and_nothing_is_left(
 ) -> None:
     optimizer = make(net().to(dtype).parameters())
     before = dict(vars(optimizer))
-    with pytest.raises(UnsupportedError, match=r"not one of torch's .*attach"):
+    with pytest.raises(UnsupportedError, match=r"not among the optimizers of torch .*attach"):
         AsyncOptimizer(optimizer, **settings)
     assert vars(optimizer) == before
     assert async_stepper_of(optimizer) is None

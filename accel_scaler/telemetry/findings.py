@@ -6,6 +6,7 @@ finding about an overflow advises to clip: that comes after the backward.
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -163,6 +164,8 @@ def as_set(run: Diagnosis, name: str, value: Any) -> str:
     if way == "flags":
         text = shlex.quote(",".join(value) if is_list else written(value))
         return f"--{name}" if value is True else f"--{name} {text}"
+    if way.endswith(".json"):
+        return f'"{name}": {json.dumps(value)}'
     return f"{name}: {value if is_list else written(value)}"
 
 

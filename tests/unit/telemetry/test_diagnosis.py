@@ -298,6 +298,14 @@ def test_a_run_that_is_stuck_names_where_it_began_and_the_remedy(
             ],
         ),
         (
+            "run.json",
+            {"fp32_modules": ["*.wo"]},
+            [
+                'Next: "heal": true in the section ',
+                '; or, by name, "fp32_modules": ["*.wo", "a.act"]',
+            ],
+        ),
+        (
             "code",
             {"fp32_modules": ["*.wo"]},
             ["Next: attach(..., heal=True), ", "; or, by name, fp32_modules=['*.wo', 'a.act']."],

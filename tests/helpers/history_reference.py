@@ -392,7 +392,8 @@ class PlainTorch:
             return False
         grads = {n: self.unscaled(n) for n in range(len(self.owned))}
         owners = {n: own for n, own in grads.items() if not own.keys().isdisjoint(params)}
-        finite = not self.keeps(params) or all(map(self.is_finite, owners))
+        looks_at_all = self.keeps(params) or self.setup.limit is not None
+        finite = not looks_at_all or all(map(self.is_finite, owners))
         self.refused |= set() if finite and math.isfinite(norm) else owners.keys()
         return not self.refused.isdisjoint(owners)
 

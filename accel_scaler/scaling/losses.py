@@ -31,6 +31,7 @@ class Losses:
 
     def note(self, losses: Iterable[Tensor]) -> None:
         """Remember some more. Does not synchronise."""
+        self._sent = None
         for loss in losses:
             if len(self._values) == MAX_LOSSES:
                 self._are_numbers = False
@@ -41,7 +42,6 @@ class Losses:
                 self._are_numbers = False
                 value = torch.isfinite(value).all()
             self._values.append(value.reshape(()))
-            self._sent = None
 
     def bad(self) -> int:
         """How many are inf or NaN. Synchronises."""

@@ -278,7 +278,7 @@ class PlainTorch:
 
     def had_master(self, p: Tensor) -> bool:
         """It had one at the last refresh, or has one now."""
-        trained = p.requires_grad or self.places[p][0] or p in self.lasting
+        trained = p.requires_grad or self.places.get(p, (False,))[0] or p in self.lasting
         return trained and self.may_have_master(p)
 
     def tie(self, p: Tensor, q: Tensor) -> None:

@@ -56,7 +56,7 @@ class Clipping:
     def clip_norm(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Unscale gradients of the optimizers that own ``parameters``; clip the norm of these.
+        """Unscale the gradients of these parameters' optimizers, clip the norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
         for bit. Where it is float16, or bfloat16 with a master, and with ``fold_unscale`` on a CPU,

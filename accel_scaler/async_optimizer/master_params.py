@@ -71,7 +71,7 @@ class ParameterPair(Placed):
         """The handle of the hook that waits before a backward adds to the gradient."""
 
     def place(self, arena: Arena, slot: int) -> None:
-        """Take ``slot`` of ``arena``. If that has masters, step this one, with present values."""
+        """Take ``slot`` of ``arena``; step the master there from now on, if that has masters."""
         self.arena, self.slot = arena, slot
         if not arena.has_masters:
             return
@@ -126,8 +126,7 @@ def make_pairs(
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
-    A ``known`` pair keeps its master while its parameter stays where it was, even if that is frozen
-    now.
+    A ``known`` pair keeps its master while its parameter stays where it was, even a frozen one.
 
     Args:
         saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.

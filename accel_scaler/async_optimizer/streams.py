@@ -9,7 +9,7 @@ after it, and each part of a step ends with an event of its own.
 
 Model's parameters
     Side writes them (``delayed``: the previews, with this step's gradients, at its beginning), home
-    and the user's streams read them. What a fence publishes over previews home writes. Side writes
+    and the user's streams read them. Home writes what a fence publishes over previews. Side writes
     after ``ready``, and so after what home followed by then. A use waits for the event of
     its part, on its own stream and on home; until the device is past that event the class stays
     pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``

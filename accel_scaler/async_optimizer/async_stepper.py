@@ -311,14 +311,14 @@ class AsyncStepper(Stepper):
             self.delayed.previews.forget()
 
     def order_by(self, model: Module) -> None:
-        """Update in the order in which ``model`` defines its parameters, about a forward's."""
+        """Update in the order in which ``model`` defines its parameters: about a forward's."""
         self.finish()
         with self.lock:
             self.replica.order_by(Module.parameters(model))
 
     def follow_unseen_edits(self) -> None:
-        """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
-        Does nothing while they are newer than the model."""
+        """Copy edits made through ``.data`` to the masters, as a step does, before these are read.
+        Does nothing while the masters are newer than the model."""
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
             if not (self.is_published and self.replica.has_masters):
                 return
@@ -677,8 +677,8 @@ class AsyncStepper(Stepper):
         ``everywhere``: for the device as well, so that every stream sees the step done.
 
         Raises:
-            StepError: it failed; says which parameters were updated. Once on the thread that
-                trains: the next call works. Other threads get it until that one has.
+            StepError: it failed; says which parameters were updated. The thread that trains gets it
+                once, and the next call works; other threads get it until then.
         """
         step = self._inflight
         if step is not None:
@@ -753,7 +753,7 @@ class AsyncStepper(Stepper):
                 )
 
     def _lose(self, step: InflightStep) -> None:
-        """``step`` is given up. Under the lock."""
+        """Give up ``step``. Call it under the lock."""
         self._settle()
         self._release(step)
         self._drop_lost_gradients()
@@ -827,7 +827,7 @@ class AsyncStepper(Stepper):
             if delayed.previews is not None:
                 delayed.previews.forget()  # the caller may edit what it reads
             if self.has_newer:
-                # Readers on other streams are in order before the next step, which this is not.
+                # Events order reads on other streams before the next step, but not before this.
                 self.streams.wait_for_all()
                 self._follow_edits()
                 self._publish(delayed)

@@ -20,8 +20,8 @@ from .worker import Task, Worker
 
 
 class DelayedUpdates:
-    """Those of one stepper; its first ``warmup_steps`` updates are not delayed. Every method is
-    called under the stepper's lock, or while nothing is in flight."""
+    """The updates of one stepper, delayed after the first ``warmup_steps``. Every method is called
+    under the stepper's lock, or while nothing is in flight."""
 
     def __init__(
         self, replica: Replica, worker: Worker, compensation: str, warmup_steps: int
@@ -39,12 +39,12 @@ class DelayedUpdates:
         return steps >= self._warmup_steps
 
     def follow(self) -> None:
-        """The replica has followed the optimizer: its masters may be others now."""
+        """Make preview buffers, after the replica has followed the optimizer."""
         if self.previews is not None:
             self.previews.follow()
 
     def publish(self) -> None:
-        """Write the masters to the model, and wait until the device has."""
+        """Write the masters to the model, and wait until the device has done so."""
         with torch.no_grad():
             for pair in self._replica.pairs:
                 pair.publish(self._streams)

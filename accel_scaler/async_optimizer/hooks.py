@@ -91,12 +91,12 @@ class SyncHooks:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
         optimizer = stepper.optimizer
         replica = stepper.replica
-        # Without pairs nothing was stepped or loaded; asked for more it would begin now.
+        # Without pairs nothing was stepped or loaded, and ``keeps_scaled`` would make pairs.
         if not replica.pairs or not (
             replica.masters.every or stepper.keeps_scaled or replica.is_sharded
         ):
             return
-        # That of parameters that were replaced stays, and torch's state dict does not take it.
+        # State of replaced parameters stays; torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state
         gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
         left = {key: found.pop(key) for key in gone}
@@ -208,7 +208,7 @@ class SyncHooks:
                 continue
             self._modules.add(module)
             if next(Module.parameters(module, recurse=False), None) is not None:
-                # A copy is made in this order, and is to meet a hook before the parameters.
+                # Copies are made in this order, and have to call a hook before the parameters.
                 vars(module)["_parameters"] = vars(module).pop("_parameters")
                 wait = _Hook(stepper, lambda stepper, _: stepper.synchronize())
                 self._handles.append(module.register_state_dict_pre_hook(wait))
@@ -258,8 +258,8 @@ class SyncHooks:
 
 
 class _Hook:
-    """On a module: does ``run`` before it is used. Knows the stepper weakly, and compiled code does
-    not know it."""
+    """A hook on a module: calls ``run`` before the module is used. It refers to the stepper weakly,
+    and is left out of compiled code."""
 
     def __init__(self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Any], object]) -> None:
         self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run

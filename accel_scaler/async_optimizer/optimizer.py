@@ -160,7 +160,7 @@ class AsyncOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Check the gradients, update the scale, and hand the update to the optimizer thread.
 
-        Without ``scaler`` it only hands over. Waits for the step before; with ``scaler``
+        Without ``scaler`` it only hands over. Waits for the step before; with an enabled ``scaler``
         synchronises with the device once, to know whether the step is skipped.
 
         Raises:
@@ -282,7 +282,7 @@ class AsyncOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Step hooks are the wrapped optimizer's; they run on the training thread."""
+        """Hooks are the wrapped optimizer's own; they run on the training thread."""
         if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

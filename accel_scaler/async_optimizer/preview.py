@@ -2,29 +2,30 @@
 
 Note [Previews]
 ---------------
-Masters only ever see exact updates. Until one of them is published the model holds a preview of
-it: the part that is known before the gradient, made of masters and state, and the fresh gradient's
-share. With ``w`` the parameter, ``g`` its gradient (unscaled, clipped; negated by ``maximize``) and
-``wd`` a weight decay that is added to the gradient:
+Masters only ever see exact updates. Until one of them is published, the model holds its preview,
+which is made of masters and state before the gradient is known, plus the share of the fresh
+gradient. With ``w`` the parameter, ``g`` its gradient (unscaled, clipped) and ``wd`` a weight decay
+that is added to the gradient:
 
     preview = keep * w - velocity_rate * b - momentum_rate * m / d - gradient_rate * e
     share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
     e       = clamp(wd * w / d, -reach, reach)
     d       = root_scale * sqrt(v) + eps,    rms(d) = sqrt(mean(d**2))
 
-The known part is exact, but for second moments ``v``, which are taken to stay as they are, bias
-corrected. The share has one step size for each tensor. ``reach`` bounds any gradient divided by the
-root of its own second moment, since it is part of that: sqrt((1 - b2^(k+1)) / (1 - b2)) for Adam.
-It matters where second moments say little of the gradient: LoRA's zero matrices, rare tokens.
+The preview is exact, except that it takes the bias-corrected second moments ``v`` to stay as they
+are. The share has one step size for each tensor; ``maximize`` negates it alone. ``reach`` bounds a
+gradient divided by the root of its own second moment, of which it is a part: for Adam it is
+sqrt((1 - b2^(k+1)) / (1 - b2)). It matters where second moments say little of the gradient: LoRA's
+zero matrices, rare tokens.
 
-SGD has no second moments (``d`` is 1): preview and share are the update itself, up to rounding.
+SGD has no second moments (``d`` is 1): preview plus share is the update itself, up to rounding.
 :func:`sgd_terms` and :func:`adam_terms` are the formulas in the documentation of ``torch.optim``,
 with ``g`` set apart. A parameter without a gradient is published as it is.
 
-The known part is prepared on the optimizer thread, right after the previous update: in host memory,
-in the model's dtype, in the buffer that is sent up. A block is prepared while its update has it in
-cache if the next settings are known by then (a training forward has begun), else after the update.
-Where masters are on a device, the known part is made at the boundary, in the model itself.
+Previews are prepared on the optimizer thread, right after the update before: in host memory, in the
+model's dtype, in the buffer that is sent up. A block is prepared while its update has it in cache
+if the next settings are known by then (a training forward has begun), else after the update. Where
+masters are on a device, previews are made at the boundary, in the model itself.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Terms:
     """The numbers in the formula, for tensors that share settings and counts of steps."""
 
     gradient_rate: float
-    """Below zero with ``maximize``."""
+    """Below zero with ``maximize``; ``e`` is multiplied by its magnitude."""
     keep: float = 1.0
     weight_decay: float = 0.0
     velocity_rate: float = 0.0

@@ -63,7 +63,7 @@ class ThreadContext:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Within the block that gradient mode; on another thread no compile runs beside it."""
+        """Within the block that gradient mode holds; on another thread no compile runs then."""
         is_there = threading.get_ident() == self._thread
         turn = nullcontext() if is_there else beside_no_compile()
         with turn, torch.set_grad_enabled(self._with_grad):

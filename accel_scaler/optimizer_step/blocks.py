@@ -268,7 +268,7 @@ class Run:
             deferred: what is still to be done to the gradients; to float32 ones in place.
             publishes: write masters' new values to the model.
             whole: it :meth:`takes` them so, and ``deferred`` is what the kernel divides by.
-            follow: returns the follower of the places from its first to its second number.
+            follow: from this run and a stretch of its places, what follows their blocks, if any.
         """
         arena = self._arena
         for a, b in stretches([grad is None for grad in grads], arena.where[self._slots]):
@@ -419,7 +419,7 @@ def rule_of(optimizer: Optimizer) -> FusedRule | None:
 
 
 def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[int]]:
-    """``places`` of pairs in lists, each of neighbours in one arena."""
+    """``places`` of ``pairs``, split into lists of neighbours in one arena."""
     for _, some in groupby(
         enumerate(places), lambda each: (pairs[each[1]].arena, pairs[each[1]].slot - each[0])
     ):

@@ -108,7 +108,7 @@ class Clipping:
         return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        """Unscale the optimizers' gradients, clip elements to ``[-clip_value, clip_value]``."""
+        """Unscale as :meth:`clip_norm`, clip each element to ``[-clip_value, clip_value]``."""
         self._check.until_finite(lambda: self._clip_value(parameters, clip_value))
 
     def _clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:

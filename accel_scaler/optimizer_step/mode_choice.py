@@ -34,7 +34,7 @@ class ModeChoice:
         self.is_beside = False
         """How the next update runs: beside what follows, or inside ``step()``."""
         self.medians: tuple[float, float] | None = None
-        """Seconds a step inside and beside, at the last decision; None: there was none yet."""
+        """Median seconds a step, inside and beside, at the last decision; None: not yet."""
         self._modes: deque[bool | None] = deque(maxlen=3)
         """Whether each of the last steps ran beside; None: it was skipped."""
         self._last = 0.0

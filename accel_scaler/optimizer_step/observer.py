@@ -17,13 +17,13 @@ class Observer:
     """Receives the events of a boundary, on the training thread; here every method does nothing.
 
     All that is known of a window, norms included, stands in the window. No number of the training
-    depends on who observes, and for an observer only that is computed which these two ask for:
+    depends on who observes, and only what these two attributes ask for is computed for it:
     """
 
     wants_norms = False
     """Some rank reads the norms of clips made elsewhere, which ranks communicate to complete."""
     wants_each_norm = False
-    """It reads the norm of each gradient, where the pass for the total norm gives it, too."""
+    """The norm of each gradient is read, where the pass for the total norm gives it, too."""
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""
@@ -53,4 +53,4 @@ class Rerun(Protocol):
         """Gradients are about to be checked, unscaled or clipped."""
 
     def make_again(self, stepping: Optimizer | None) -> bool:
-        """Make those of the open window anew if they overflowed; returns whether it did."""
+        """Make the open window's gradients anew if they overflowed; returns whether it did."""

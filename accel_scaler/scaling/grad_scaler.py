@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     sharded: bool = False
-    """Ranks hold different gradients, though of no DTensors, and so must agree on a verdict."""
+    """Ranks hold different gradients, though no DTensors, and so have to agree on a verdict."""
     _growth_tracker: Tensor | None
 
     def __init__(
@@ -163,8 +163,8 @@ class GradScaler(torch.amp.GradScaler):
     @untraced
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale. Opens a
-        window if none is open. Returns ``outputs`` itself where scaling is disabled. Synchronises
-        only where a boundary steps an optimizer whose gradients are unscaled already."""
+        window if none is open. Returns ``outputs`` itself where scaling is disabled. Does not
+        synchronise, unless a boundary has to look at gradients that an earlier call has left."""
         opens = self._enabled and self._windows.bound is None
         if opens:
             window = self.open_window()

@@ -229,7 +229,7 @@ def unscale_in_place(
 
     Returns a flag for each device: above 0 where some element was not finite. Does not
     synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16
-    gradients other than DTensors go without that kernel, which some devices have not for them.
+    gradients other than DTensors do not use that kernel: not every device has it for them.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:

@@ -24,7 +24,7 @@ class Losses:
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
-        """Of each, shape (); a bool, whether it is finite, for what is not one real number here."""
+        """Each loss, shape (); for a shard, or what is no single real number: is it finite?"""
         self._are_numbers = True
         self._sent: tuple[Tensor, Any] | None = None
         """Pinned memory, and the event after which the sum of the losses is in it."""

@@ -14,10 +14,10 @@ class Origin:
     """Where an overflow began.
 
     ``input`` and ``output`` are the smallest and the largest element, ``(lo, hi)``: both NaN where
-    there was a NaN, None where nothing was seen. A forward: of the module's input and output. A
-    backward: ``output`` is the gradient with respect to the module's output, ``input`` that with
-    respect to its input. A parameter: the module's input, and the gradient with respect to its
-    output. A loss: ``output`` is the loss.
+    there was a NaN, None where nothing was seen. For a forward: of the module's input and output.
+    For a backward: ``output`` is the gradient with respect to the module's output, ``input`` that
+    with respect to its input. For a parameter: the module's input, and the gradient with respect to
+    its output. For a loss: ``output`` is the loss.
     """
 
     where: str

@@ -26,7 +26,7 @@ from ..scaling import WAIT_LIMIT_S
 
 
 def is_compiling_here() -> bool:
-    """Whether this thread runs a compiler, which may hold a real tensor in its hands."""
+    """Whether this thread runs a compiler, which may be working with a real tensor."""
     return torch._guards.CompileContext.try_get() is not None
 
 

@@ -114,8 +114,8 @@ class InflightStep:
     def hold_parameters(
         self, wait: Callable[[InflightStep, int], int], fence: Callable[[], bool] | None = None
     ) -> None:
-        """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
-        :class:`.pending_parameter.ParameterHold`."""
+        """Make each use of a parameter wait for its part, where uses can be seen. For the arguments
+        see :class:`.pending_parameter.ParameterHold`."""
         replica = self.replica
         if not can_hold_parameters(replica.params):
             return
@@ -205,7 +205,7 @@ class InflightStep:
 
     @contextmanager
     def _beside(self, update: Update) -> Iterator[None]:
-        """Work on the side stream, with all memory kept that is used there until it is done."""
+        """Run on the side stream; memory that is used there is kept until that work is done."""
         with self.streams.beside(update.ready):
             self.streams.keep([*update.grads, *update.deferred.tensors])
             self.streams.keep(update.on_device or ())
@@ -216,7 +216,7 @@ class InflightStep:
                 self.replica.keep()
 
     def _publish_previews(self, update: Update, previews: Previews) -> None:
-        """What the next forward sees, part by part, before the update itself."""
+        """Publish what the next forward sees, part by part, before the update itself."""
         replica, on_device = self.replica, update.on_device
         grads = update.grads if on_device is None else on_device
         prepared, factors = previews.take(), self._factors(update, grads)

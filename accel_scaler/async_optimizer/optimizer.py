@@ -38,16 +38,16 @@ class AsyncOptimizer(Optimizer):
     ``step_mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
     awaited where it is next used. ``"delayed"`` updates float32 masters, which are published one
     step late; until then the model has a preview (``delay_compensation``). ``"sync"`` steps at
-    once. float16 and bfloat16 parameters train through float32 masters in every mode.
+    once. In every mode float16 parameters train through float32 masters, and if losses are scaled,
+    bfloat16 ones too.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
     is what the plain optimizer leaves there; reading or writing it waits for the step.
 
-    ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
-    either. Saving, loading and evaluating (a forward without gradients) see the newest values;
-    before reading them in another way call :meth:`synchronize`. Close it, or use it as a context
-    manager.
+    ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given either
+    optimizer. Saving, loading and evaluating (in ``eval()`` or without gradients) see the newest
+    values; before another read call :meth:`synchronize`. Close it, or use it in a ``with`` block.
 
     Args:
         optimizer: one of torch's own (or transformers' Adafactor), whose ``step`` treats each
@@ -63,7 +63,7 @@ class AsyncOptimizer(Optimizer):
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
-        OrderError: the optimizer is stepped by another one already.
+        OrderError: another AsyncOptimizer, or an accelerator, steps the optimizer already.
         UnsupportedError: an optimizer that another thread cannot step, with the reason.
     """
 

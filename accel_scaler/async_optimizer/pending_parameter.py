@@ -22,8 +22,8 @@ parameter. autograd adds to it without asking, so what starts a backward waits: 
 
 A pending tensor keeps what it waits for in an attribute (``HOLD_KEY``). A parameter refers to its
 hold weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
-order of the device's work. Only where the model has not the newest values yet, a parameter keeps
-the hold, which can publish them, until its next use.
+order of the device's work. Only where the model does not have the newest values yet, a parameter
+keeps the hold, which can publish them, until its next use.
 
 Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
 guards the attribute and every change of a class; nobody waits under it.
@@ -91,7 +91,7 @@ class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
 
 
 def _body_of(*classes: type) -> dict[str, Any]:
-    """All attributes of ``classes``, for a class that has them not among its bases."""
+    """All attributes of ``classes``, for a class that does not inherit from them."""
     plain: Any = classes[-1]
 
     class Plain(plain):  # type: ignore[misc]
@@ -246,7 +246,7 @@ class _Mark:
     hold: weakref.ref[ParameterHold]
     order: PartEvents | None
     fenced: ParameterHold | None
-    """The hold, where its fence has values that the parameter has not."""
+    """The hold, where its fence can publish values that the parameter does not have yet."""
 
     def follow(self, everywhere: bool) -> bool:
         """The hold is gone with its optimizer: order uses after all that was enqueued. Returns
@@ -291,8 +291,8 @@ class ParameterHold:
             raise
 
     def wait_for(self, p: Tensor, everywhere: bool = True) -> None:
-        """Wait for ``p``, and restore the class of every parameter that is ready. Arguments as of
-        ``_wait_for``."""
+        """Wait for ``p``, and restore the class of every parameter that is ready. For
+        ``everywhere`` see ``_wait_for``."""
         with outside_transforms():
             fence, part = self.fence, self.part_of[id(p)]
             if is_in_compiled_call():

@@ -125,11 +125,11 @@ class Replica:
     def let_go(self) -> None:
         """Keep no master, no copy and no parameter, as before the first :meth:`follow`."""
         self.pairs: list[ParameterPair] = []
-        """In the optimizer's order."""
+        """All pairs in the optimizer's order."""
         self.parts: list[Part] = []
         self.ordered: list[ParameterPair] = []
         self.params: list[Tensor] = []
-        """Pairs and the model's parameters in the order of the parts."""
+        """All pairs, and the model's parameters, in the order of the parts."""
         self.part_of: dict[int, int] = {}
         """``id(parameter)`` -> how many parts must be done for it."""
         self.has_rounded = False

@@ -202,7 +202,7 @@ class SideStreams:
         return views
 
     def down(self, source: Tensor, host: Tensor) -> Any:
-        """Copy to the host behind this thread's stream; returns the event of its end."""
+        """Copy to the host, after this thread's stream; returns the event at the copy's end."""
         if self._backend is None:
             host.copy_(source)
             return None
@@ -213,7 +213,7 @@ class SideStreams:
             return self._record(self._down)
 
     def up(self, host: Tensor, target: Tensor, staging: Tensor | None = None) -> None:
-        """Copy to the device, inside :meth:`beside`. ``staging``: pinned, of the target's dtype."""
+        """Copy to the device in the present stream. ``staging``: pinned, of the target's dtype."""
         if staging is not None:
             host = staging.copy_(host)
         target.copy_(host, non_blocking=self._backend is not None)

@@ -277,7 +277,7 @@ class Window:
             record.let_go()
 
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
-        """At its end: those of ``optimizers`` that have not stepped in it, and why nothing may be
+        """When it ends: those of ``optimizers`` that have not stepped in it, and why nothing may be
         added to gradients that they still have; "" where these are scaled by its scale."""
         left = [each for each in optimizers if not self._is_done(each)]
         # What was stepped is unscaled for every other optimizer, too.

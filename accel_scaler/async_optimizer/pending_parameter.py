@@ -12,8 +12,8 @@ and ``torch.func`` do not. But each of them checks that its argument is a tensor
 class has ``Tensor`` among its bases, so the check asks for ``__class__``, a property that waits.
 
 On a device an operation waits on its own stream, and other streams may use the parameter later.
-Until the device is past the update, the class is restored for one operation only, and taken back
-after it.
+Until the device is past the update, the class is restored for one operation only; after it the
+parameter is pending again.
 
 ``.grad`` stays the same object, of class :class:`PendingGradient` until its part of the step is
 done. Dropping it does not wait. Reading it, zeroing it in place or adding to it waits as for a

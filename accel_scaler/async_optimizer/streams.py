@@ -5,15 +5,15 @@ keeps the order, nothing runs beside anything: events are None, and copies are w
 
 *Home* is the stream that the training thread hands steps over from, *side* the one that updates run
 on, *down* the one of copies to the host. ``ready`` is home's event at the hand-over; side begins
-after it, and each part of a step ends with an event of its own.
+after it, and each part of a step ends with an event of its own. For each kind of memory: who writes
+and reads it, what orders that, and the streams that it is recorded on (``record_stream``).
 
 Model's parameters
-    Side writes them (``delayed``: the previews, with this step's gradients, at its beginning), home
-    and the user's streams read them. Home writes what a fence publishes over previews. Side writes
-    after ``ready``, and so after what home followed by then. A use waits for the event of
-    its part, on its own stream and on home; until the device is past that event the class stays
-    pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``
-    waits on the host, and publishes when no stream has anything left to do. Recorded on side.
+    Side writes them after ``ready``, and so after what home followed by then (in ``delayed`` first
+    the previews, with this step's gradients). Home and the user's streams read them. A use waits
+    for the event of its part, on its own stream and on home; until the device is past that event
+    the class stays pending (:mod:`.pending_parameter`), so each other stream waits as well. A fence
+    waits on the host until no stream has work left, then home publishes. Recorded on side.
 Masters on the device
     Side writes and reads them; the training thread refreshes them from the model in home's order
     (``as_at_home``), with no step in flight. Recorded on side.
@@ -23,19 +23,19 @@ Gradients
     enqueued its work; recorded on side, and on down if they are sent. Where other tensors share
     their memory, home copies them. FSDP2's come from a stream of its own: recorded on home.
 Optimizer state, loaded or made by a step; step counts
-    Side writes and reads it; home reads it after ``synchronize()``. Memory of home's or of side's
-    pool, as it came: recorded on both, before a step and after it.
+    Side writes and reads it; home reads it after ``synchronize()``. Its memory may come from home's
+    pool or from side's: recorded on both, before a step and after it.
 Hyperparameters that are tensors, factors that unscale and clip
     Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
 Gradients on the host, pinned
     Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.
 Masters and state on the host
-    The optimizer thread alone, while a step is in flight. The copy up reads masters on side: the
-    thread waits for the last event before it writes them again.
+    The optimizer thread alone uses them while a step is in flight. The copy up reads masters on
+    side: the thread waits for the last event before it writes them again.
 Staging, pinned
-    The optimizer thread writes it, side's copy up reads it; waited for likewise. A pair holds it;
-    torch keeps pinned memory that is dropped until its copies are done.
+    The optimizer thread writes it, side's copy up reads it and is waited for likewise. A pair holds
+    it; torch keeps pinned memory that is dropped until its copies are done.
 
 An optimizer that is dropped leaves all of that to the events: the task holds what it still
 enqueues, recorded memory stays until the device is done with it, and the model's parameters, hooks

@@ -22,7 +22,7 @@ class SpikeRule:
     running median; None: no limit.
 
     Norms of skipped spikes count in the median, so that a run whose norms stay high goes on after
-    ``NORMS`` / 2 windows at the latest.
+    ``NORMS`` / 2 + 1 windows at the latest.
     """
 
     def __init__(self, limit: float | str | None = None) -> None:

@@ -18,7 +18,7 @@ class ScaleState:
     """What the rule carries from one window to the next."""
 
     scale: float
-    """Loss scale; always exactly a float32."""
+    """Loss scale; exactly a float32 once a loss was scaled."""
     growth_tracker: int
     """Windows in a row without overflow since the last growth or overflow."""
     consecutive_skips: int = 0

@@ -357,7 +357,7 @@ def _roots(model: Module) -> list[Module]:
 
 
 def _export(pair: ParameterPair, value: Any) -> Any:
-    """As torch has it: the same memory, under a storage that ends where the tensor does, since
+    """``value`` as torch has it: the same memory, in a storage that ends with the tensor, since
     ``torch.save`` writes whole storages; a shard of a sharded parameter is a DTensor."""
     p: Any = pair.param
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:

@@ -258,7 +258,8 @@ class AsyncOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the step in flight and publish it: parameters and state are the newest then.
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published. Raises ``StepError`` where it failed."""
+        streams, where a newer value is published. Raises ``StepError`` where it failed, and
+        ``OrderError`` in :meth:`submit` or, in ``delayed``, on a thread that does not train."""
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 

@@ -118,7 +118,7 @@ class Block:
     """A list for each of the rule's keys."""
     counts: list[Tensor]
     staging: list[Tensor]
-    """Host memory from which the device gets the values; empty: directly."""
+    """Host memory from which the device gets new values; empty: it gets them directly."""
     targets: list[Tensor]
     previews: list[Tensor]
     """Where the preview of the next update is prepared (``delayed``); else empty."""

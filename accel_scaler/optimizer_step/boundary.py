@@ -146,6 +146,7 @@ class Boundary:
         Raises:
             OrderError: a second step in one window; gradients that no ``scale()`` produced;
                 scaled gradients added to unscaled ones.
+            StepError: the update before this one has failed, on another thread.
             OverflowStreakError: too many skips in a row.
         """
         optimizer = stepped(optimizer)

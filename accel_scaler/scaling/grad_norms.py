@@ -66,7 +66,7 @@ class GradNorms:
                 yield measure
 
     def add(self, new: GradNorm) -> None:
-        """Add a norm. A clip takes ``each`` over from a check of the same just before it."""
+        """Add a norm. A clip takes ``each`` from a check of the same parameters just before it."""
         last = self._taken[-1] if self._taken and new.each is None else None
         if last is not None and last.max_norm is None and last.keys == new.keys:
             new.each, new.ids, new.parameters = last.each, last.ids, last.parameters

@@ -107,12 +107,12 @@ class AsyncStepper(Stepper):
     waits under it for a step that another one has handed over.
 
     Args:
-        config: ``step_mode``, ``offload``, ``master_weights`` and those of ``delayed``.
+        config: ``step_mode``, ``offload``, ``master_weights`` and the fields of ``delayed`` count.
         device: where the model's parameters are.
         worker: the optimizer thread, perhaps shared with other steppers.
         parameter_names: names parameters in errors.
-        guards_backward: a hook on each parameter makes a backward wait before it adds to a gradient
-            that is read: no scaled loss announces it.
+        guards_backward: put a hook on each parameter, so that a backward waits before it adds to a
+            gradient that is still read; needed where no ``scale()`` announces the backward.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class AsyncStepper(Stepper):
         refuse_overlap(optimizer, masters, self.parameter_names)
         self.choice = ModeChoice() if mode == "auto" else None
         self.is_beside = mode not in ("sync", "auto")
-        """The update of the present window runs beside what comes after ``step()``."""
+        """Whether the update of the present window runs beside what comes after ``step()``."""
         self.reads_beside = mode != "sync"
         self.group: Any = None
-        """Of the ranks that step together under DDP."""
+        """The process group of the ranks that step together under DDP."""
         self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._inline = InlineStepper(optimizer)
         self.streams = SideStreams(device)
@@ -166,7 +166,7 @@ class AsyncStepper(Stepper):
         self.lock = threading.RLock()
         """Reentrant: a signal handler may look while its thread has it."""
         self.steps = 0
-        """Updates handed over since the start."""
+        """Updates handed over; after a load, counted on from the loaded state."""
         self.was_skipped = False
         """The last boundary was one without an update."""
         self.hooks: Any = None
@@ -176,11 +176,11 @@ class AsyncStepper(Stepper):
         """A model is watched, so it is known when a training forward begins."""
         self.stage = Stage.IDLE
         self._inflight: InflightStep | None = None
-        """Of stage ``RUNNING``."""
+        """The step in flight; None in every stage but ``RUNNING``."""
         self._guards_backward = guards_backward
         self._versions: list[int] = []
-        """With masters: each parameter's, in the optimizer's order, when it last was what its
-        master rounds to."""
+        """With masters: the version of each parameter, in the optimizer's order, when it last was
+        what its master rounds to."""
         self._logged_edits = False
         self._lost: str | None = None
         self._trainer = threading.current_thread()
@@ -214,7 +214,7 @@ class AsyncStepper(Stepper):
 
     @property
     def keeps_scaled(self) -> bool:
-        """Some are float16 or bfloat16 and have masters: their gradients stay scaled."""
+        """Some parameters are float16 or bfloat16 with masters: their gradients stay scaled."""
         if not self.replica.pairs:
             self.refresh()
         return self.replica.has_rounded or self.replica.rounds_now()
@@ -311,14 +311,14 @@ class AsyncStepper(Stepper):
             self.delayed.previews.forget()
 
     def order_by(self, model: Module) -> None:
-        """Update in the order in which ``model`` defines its parameters, about a forward's."""
+        """Update in the order in which ``model`` defines its parameters: about a forward's."""
         self.finish()
         with self.lock:
             self.replica.order_by(Module.parameters(model))
 
     def follow_unseen_edits(self) -> None:
-        """Bring edits through ``.data`` to the masters, as a step does: they are about to be read.
-        Does nothing while they are newer than the model."""
+        """Copy edits made through ``.data`` to the masters, as a step does, before these are read.
+        Does nothing while the masters are newer than the model."""
         with self.lock, torch.inference_mode(False), self.streams.as_at_home():
             if not (self.is_published and self.replica.has_masters):
                 return
@@ -342,8 +342,9 @@ class AsyncStepper(Stepper):
     def step(self, deferred: DeferredUnscale | None = None) -> None:
         """Take the gradients and update, at once or on the optimizer thread.
 
-        Blocks until the step before is finished; does not synchronise with the device. Where it
-        raises, nothing was taken.
+        Blocks until the step before is finished. Synchronises with the device for ``offload``, and
+        where ranks agree on ``auto``. An error of the step before, or a refusal, comes before
+        anything is taken; one of an update inside this call comes after it.
         """
         self.claim()
         self.was_skipped = False
@@ -373,9 +374,8 @@ class AsyncStepper(Stepper):
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None
     ) -> None:
         """Run a function on the optimizer thread with the gradients as they are now. It owns them:
-        ``.grad`` is None then.
-
-        ``prepare`` returns it, once the step before is finished. What is ``deferred`` comes first.
+        ``.grad`` is None then. ``prepare`` is called once the step before is finished, and returns
+        the function. What is ``deferred`` is done first.
         """
         self.claim()
         with self._choosing():
@@ -395,7 +395,7 @@ class AsyncStepper(Stepper):
 
     @property
     def is_as_stock(self) -> bool:
-        """``auto`` has the update made inside ``step()``, of what ``sync`` leaves to torch."""
+        """``auto`` now steps inside ``step()``, and ``sync`` would leave such a step to torch."""
         replica = self.replica
         is_inside = self.choice is not None and not (self.is_beside or replica.offload)
         return is_inside and not (self.keeps_scaled or replica.is_sharded)
@@ -641,7 +641,7 @@ class AsyncStepper(Stepper):
     # Waiting.
 
     def await_part(self, step: InflightStep, part: int) -> int:
-        """Wait for a part of ``step``; this thread's stream too. Any thread.
+        """Wait for a part of ``step``, and order this thread's stream after it. Any thread.
 
         Returns how many parts need not be waited for any more, at least ``part``.
         """
@@ -672,13 +672,13 @@ class AsyncStepper(Stepper):
             raise
 
     def finish(self, everywhere: bool = False) -> None:
-        """Wait for the step in flight, if any. In ``delayed`` the model is as it was.
+        """Wait for the step in flight, if any. In ``delayed`` the model stays as it is.
 
-        ``everywhere``: for the device as well, and so on whatever stream it is looked at.
+        ``everywhere``: for the device as well, so that every stream sees the step done.
 
         Raises:
-            StepError: it failed; says which parameters were updated. Once on the thread that
-                trains: the next call works. Other threads get it until that one has.
+            StepError: it failed; says which parameters were updated. The thread that trains gets it
+                once, and the next call works; other threads get it until then.
         """
         step = self._inflight
         if step is not None:
@@ -711,7 +711,7 @@ class AsyncStepper(Stepper):
             ) from error
 
     def _recover(self) -> None:
-        """After a failed step: previews of an update that is lost are overwritten."""
+        """After a failed step: drop lost gradients, overwrite previews of the lost update."""
         self._drop_lost_gradients()
         if self.delayed is not None and self.delayed.previews is not None and self.has_newer:
             with torch.inference_mode(False):
@@ -753,7 +753,7 @@ class AsyncStepper(Stepper):
                 )
 
     def _lose(self, step: InflightStep) -> None:
-        """``step`` is given up. Under the lock."""
+        """Give up ``step``. Call it under the lock."""
         self._settle()
         self._release(step)
         self._drop_lost_gradients()
@@ -827,7 +827,7 @@ class AsyncStepper(Stepper):
             if delayed.previews is not None:
                 delayed.previews.forget()  # the caller may edit what it reads
             if self.has_newer:
-                # Readers on other streams are in order before the next step, which this is not.
+                # Events order reads on other streams before the next step, but not before this.
                 self.streams.wait_for_all()
                 self._follow_edits()
                 self._publish(delayed)
@@ -835,7 +835,7 @@ class AsyncStepper(Stepper):
     def _publish_for_reader(self) -> bool:
         """A parameter is used between a step and the next training forward: publish the newest.
 
-        Returns False on another thread than the one that trains: it sees what a forward would.
+        Returns False on a thread that does not train: that one sees what a forward would.
         """
         if not self.is_trained_here:
             return False
@@ -854,8 +854,8 @@ class AsyncStepper(Stepper):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Prepare the previews of the next boundary; does nothing on other threads, nor in a
-        capture: a graph reads what is there when it is replayed, and nothing may wait here."""
+        """Prepare the previews of the next boundary; does nothing on other threads, nor in the
+        capture of a graph, where nothing may wait: a graph reads what is there at its replay."""
         is_captured = self.streams.copies_beside and is_capturing()
         if self.delayed is not None and self.is_trained_here and not is_captured:
             with self.lock:
@@ -888,9 +888,9 @@ class AsyncStepper(Stepper):
         self.refresh()
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """After the optimizer has loaded ``state_dict``: where masters are, their state too.
+        """After the optimizer has loaded ``state_dict``: load masters and their state from it.
 
-        An entry ``master`` holds where it rounds to the model's present parameter.
+        A saved ``master`` counts as far as it rounds to the model's present parameter.
         """
         replica, entries = self.replica, state_dict["state"]
         with torch.inference_mode(False), self.streams.as_at_home():
@@ -936,7 +936,7 @@ class AsyncStepper(Stepper):
             owner()
 
     def release(self) -> None:
-        """Once it is closed: keep no master and no copy of a parameter."""
+        """After :meth:`close`: keep no master and no copy of a parameter."""
         self.replica.let_go()
         self.delayed, self._versions = None, []
 

@@ -4,13 +4,13 @@ Note [Compile sessions]
 -----------------------
 While dynamo compiles a frame, ``torch.compiler.is_compiling()`` is True on every thread (torch
 2.13). torch's optimizers ask it, for each parameter: where it is True they compute with tensors
-what they else compute with Python floats, which rounds otherwise, and some fail. So no step runs on
-the optimizer thread beside a compile, whatever that one compiles.
+what they otherwise compute with Python floats. That rounds differently, and some of them fail. So
+no step runs on the optimizer thread beside a compile, whatever is compiled.
 
 Each compile holds dynamo's own lock from before the flag is set until after it is cleared. A step
-holds the same lock, so that the second waits for the first. One compile cannot wait for its own
-end: where dynamo meets a pending parameter, its step has to run now. While the compile waits for
-that, it gives the lock away, and the flag is down.
+takes the same lock, so that whichever comes second waits. But where dynamo meets a pending
+parameter, the compile waits for a step, which has to run now. During that wait the compile gives up
+the lock, and the flag is down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..scaling import WAIT_LIMIT_S
 
 
 def is_compiling_here() -> bool:
-    """Whether this thread runs a compiler, which may hold a real tensor in its hands."""
+    """Whether this thread runs a compiler, which may be working with a real tensor."""
     return torch._guards.CompileContext.try_get() is not None
 
 

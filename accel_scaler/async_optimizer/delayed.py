@@ -20,8 +20,8 @@ from .worker import Task, Worker
 
 
 class DelayedUpdates:
-    """Of one stepper, whose first ``warmup_steps`` are not stale. Every method is called under its
-    lock, or while nothing is in flight."""
+    """The updates of one stepper, delayed after the first ``warmup_steps``. Every method is called
+    under the stepper's lock, or while nothing is in flight."""
 
     def __init__(
         self, replica: Replica, worker: Worker, compensation: str, warmup_steps: int
@@ -32,19 +32,19 @@ class DelayedUpdates:
         self.newer: list[Tensor] = []
         """Parameters whose masters are newer than the model."""
         self._preparation: Task | None = None
-        """Previews being prepared for the next boundary."""
+        """The task that prepares previews for the next boundary; None: none is due."""
 
     def is_stale(self, steps: int) -> bool:
         """Whether the update after ``steps`` others is published at the boundary after it."""
         return steps >= self._warmup_steps
 
     def follow(self) -> None:
-        """The replica has followed the optimizer: frozen parameters have no preview."""
+        """Make preview buffers, after the replica has followed the optimizer."""
         if self.previews is not None:
             self.previews.follow()
 
     def publish(self) -> None:
-        """Write the masters to the model, and wait until the device has."""
+        """Write the masters to the model, and wait until the device has done so."""
         with torch.no_grad():
             for pair in self._replica.pairs:
                 pair.publish(self._streams)
@@ -52,7 +52,7 @@ class DelayedUpdates:
         torch.autograd.graph.increment_version(self.newer)
         self.newer = []
 
-    # Previews are prepared behind the update before.
+    # Previews are prepared right after the update before.
 
     def prepare(self, steps: int) -> None:
         """Prepare previews for the next boundary with the settings as they are now, once."""
@@ -83,8 +83,8 @@ class DelayedUpdates:
         return self.previews is not None and self.previews.is_prepared
 
     def finish_preparation(self) -> bool:
-        """Wait until nothing is prepared: that reads masters and state. Whether there was any.
-        Raises ``StepError`` where it failed."""
+        """Wait until no task prepares previews, since that reads masters and state. Returns whether
+        one did. Raises ``StepError`` where it failed."""
         task = self._preparation
         if task is None or self.previews is None:
             return False
@@ -107,7 +107,7 @@ class DelayedUpdates:
         return True
 
     def drop_preparation(self) -> None:
-        """What was prepared, or is being prepared, is not used."""
+        """Discard what was prepared or is being prepared; waits for the task."""
         task, self._preparation = self._preparation, None
         if task is not None:
             task.wait()

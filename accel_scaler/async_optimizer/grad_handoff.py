@@ -21,15 +21,14 @@ _count_of: Callable[[int], int] = torch._C._storage_Use_Count
 _address_of, _layout_of, _data_of = map(attrgetter, ("_cdata", "layout", "data"))
 
 OWN = 2
-"""Uses of a storage that nobody else has: one is the tensor's, one that of ``untyped_storage()``.
-"""
+"""Uses of a storage that only one tensor has: by that tensor, and by ``untyped_storage()``."""
 
 
 def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Those that another thread may read where they are, since each later use can be seen.
+    """``grads``, with None for each that another thread may not read where it is.
 
-    None for shards, sparse ones and those whose memory others write to unseen: DDP's buckets, a
-    buffer of the user's.
+    It may where each later use can be seen. It may not read shards, sparse gradients, and those to
+    whose memory others write unseen: DDP's buckets, a buffer of the user's.
     """
     found: list[Any] = list(grads)
     if {Tensor} == set(map(type, found)) and {torch.strided} == set(map(_layout_of, found)):
@@ -54,9 +53,9 @@ def is_shared(grad: Tensor) -> bool:
 def read_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """What the optimizer thread reads, and which of ``grads`` it so shares: those are to wait.
+    """What the optimizer thread reads, and those of ``grads`` that it reads in place.
 
-    The rest is copied, and unscaled in ``.grad`` here as in the copy there.
+    Uses of the latter have to wait. The rest is copied; ``.grad`` is unscaled here, the copy there.
     """
     held = readable_in_place(grads)
     if not deferred and set(map(type, held)) == {Tensor}:
@@ -75,7 +74,7 @@ def read_in_place(
 def unscaled_in_place(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Parameters and those ``grads`` that do not stay scaled until they are a master's."""
+    """Parameters and their gradients, but for those unscaled on their way to a master."""
     return [
         (pair.param, grad)
         for pair, grad in zip(pairs, grads, strict=True)
@@ -86,9 +85,9 @@ def unscaled_in_place(
 def send_down(
     pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], streams: SideStreams
 ) -> tuple[list[Tensor | None], list[Any]]:
-    """Copy gradients to their pairs' host buffers: what is stepped, and the event of each copy.
+    """Copy gradients to their pairs' host buffers. Returns what is stepped, and each copy's event.
 
-    At the step, not while a backward runs: until then they may be edited through ``.data``.
+    They are sent at the step, not while a backward runs: they may be edited until then.
     """
     stepped, events = list(grads), [None] * len(grads)
     for place, (pair, grad) in enumerate(zip(pairs, grads, strict=True)):
@@ -102,7 +101,7 @@ def send_down(
 
 
 def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: SideStreams) -> None:
-    """Writes to ``grads`` wait until their copies have arrived."""
+    """Make writes to ``grads`` wait until their copies have arrived."""
     for grad, event in zip(readable_in_place(grads), events, strict=True):
         if event is None:
             continue
@@ -139,7 +138,7 @@ def forbid_sparse(
 
 
 def guard_backward(pairs: Iterable[ParameterPair]) -> None:
-    """A backward waits for the gradient that it adds to, by a hook on each parameter."""
+    """Put a hook on each parameter by which a backward waits before it adds to ``.grad``."""
     for pair in pairs:
         if pair.guard is None and pair.param.requires_grad:
             param: Any = pair.param
@@ -153,7 +152,7 @@ def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
 
 
 def unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:
-    """Remove those hooks, but for ``kept``."""
+    """Remove the hooks of :func:`guard_backward`, but for those of ``kept``."""
     staying = set(map(id, kept))
     for pair in pairs:
         if pair.guard is not None and id(pair) not in staying:

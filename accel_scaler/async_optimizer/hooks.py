@@ -38,24 +38,24 @@ class SyncHooks:
 
     stepper: AsyncStepper
     holder: InitVar[object | None]
-    """Calls :meth:`close`; None: its life is not watched."""
+    """The object that calls :meth:`close`; None: nothing tells whether it is gone."""
     find_models: Callable[[], Iterable[Module]]
     """Returns the models to watch before state is loaded."""
     owner: weakref.WeakMethod[Callable[[], None]] | None = None
-    """Called where another optimizer takes over; is to call :meth:`close`."""
+    """Called where another optimizer takes over; it has to call :meth:`close`."""
 
     def __post_init__(self, holder: object | None) -> None:
         self.stepper.hooks = self
         self._holder = None if holder is None else weakref.ref(holder)
         self._handles: list[Any] = []
         self._models: weakref.WeakKeyDictionary[Module, bool] = weakref.WeakKeyDictionary()
-        """Whether they hold some of the optimizer's parameters, as of ``_ids``."""
+        """Whether each model seen holds some of the parameters in ``_ids``."""
         self._ids: list[int] = []
         """``id`` of each of the optimizer's parameters."""
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        """All that have hooks."""
+        """All modules that have hooks."""
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
-        """Those of them that wait for the whole model, if it cannot be waited for in pieces."""
+        """Modules that wait for the whole model, if it cannot be waited for in pieces."""
         self._loading: Any = None
         optimizer = self.stepper.optimizer
         try:
@@ -70,12 +70,12 @@ class SyncHooks:
 
     @property
     def is_left(self) -> bool:
-        """Their holder is gone, and has not closed them: the optimizer keeps its stepper."""
+        """Whether their holder is gone and has not closed them: the optimizer keeps its stepper."""
         return self._holder is not None and self._holder() is None
 
     def close(self, is_replaced: bool = False) -> None:
         """Finish the stepper's step, remove every hook, leave the optimizer as torch has it.
-        ``is_replaced``: nothing steps the optimizer any more: its state stays where it is. Raises
+        ``is_replaced``: nothing steps the optimizer now, so its state stays where it is. Raises
         ``StepError`` where the step in flight failed; everything is removed all the same."""
         stepper = self.stepper
         try:
@@ -91,12 +91,12 @@ class SyncHooks:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
         optimizer = stepper.optimizer
         replica = stepper.replica
-        # Without pairs nothing was stepped or loaded; asked for more it would begin now.
+        # Without pairs nothing was stepped or loaded, and ``keeps_scaled`` would make pairs.
         if not replica.pairs or not (
             replica.masters.every or stepper.keeps_scaled or replica.is_sharded
         ):
             return
-        # That of parameters that were replaced stays, and torch's state dict does not take it.
+        # State of replaced parameters stays; torch's state dict does not take it.
         own, found = set(map(id, parameters_of(optimizer))), optimizer.state
         gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
         left = {key: found.pop(key) for key in gone}
@@ -161,7 +161,7 @@ class SyncHooks:
     def watch(self, models: Iterable[Module], ddp_models: Mapping[int, Module] = {}) -> None:
         """Put hooks on models that hold some of the optimizer's parameters; once each. Raises
         ``UnsupportedError`` for one whose reads cannot be seen where they would have to be.
-        ``ddp_models``: what wraps some, by their ``id``."""
+        ``ddp_models``: the DDP wrapper of some, by the ``id`` of the wrapped model."""
         stepper = self.stepper
         models, ids = list(models), list(map(id, parameters_of(stepper.optimizer)))
         if not stepper.replica.pairs:
@@ -208,7 +208,7 @@ class SyncHooks:
                 continue
             self._modules.add(module)
             if next(Module.parameters(module, recurse=False), None) is not None:
-                # A copy is made in this order, and is to meet a hook before the parameters.
+                # Copies are made in this order, and have to call a hook before the parameters.
                 vars(module)["_parameters"] = vars(module).pop("_parameters")
                 wait = _Hook(stepper, lambda stepper, _: stepper.synchronize())
                 self._handles.append(module.register_state_dict_pre_hook(wait))
@@ -258,8 +258,8 @@ class SyncHooks:
 
 
 class _Hook:
-    """On a module: does ``run`` before it is used. Knows the stepper weakly, and compiled code does
-    not know it."""
+    """A hook on a module: calls ``run`` before the module is used. It refers to the stepper weakly,
+    and is left out of compiled code."""
 
     def __init__(self, stepper: AsyncStepper, run: Callable[[AsyncStepper, Any], object]) -> None:
         self._stepper, self._streams, self._run = weakref.ref(stepper), stepper.streams, run
@@ -281,7 +281,7 @@ class _Hook:
 
 
 def _before_forward(stepper: AsyncStepper, module: Module) -> None:
-    """Of a whole model, or of something compiled in it."""
+    """Before the forward of a whole model, or of a compiled module in it."""
     # A replay has the window's own parameters; a backward computes a forward anew.
     if not is_replaying() and not is_in_backward():
         if not (torch.is_grad_enabled() and module.training):
@@ -307,8 +307,8 @@ def _before_gather(stepper: AsyncStepper, module: Any) -> None:
 
 
 class _CompiledCall:
-    """The call of a module compiled in place: waits, then makes the call whose place it has taken,
-    which may be one of another stepper."""
+    """Replaces the call of a module compiled in place: waits, then makes the call that was there,
+    perhaps another stepper's."""
 
     def __init__(self, stepper: AsyncStepper, module: Module) -> None:
         self._wait, self._module = _Hook(stepper, _before_forward), weakref.ref(module)
@@ -357,7 +357,7 @@ def _roots(model: Module) -> list[Module]:
 
 
 def _export(pair: ParameterPair, value: Any) -> Any:
-    """As torch has it: the same memory, under a storage that ends where the tensor does, since
+    """``value`` as torch has it: the same memory, in a storage that ends with the tensor, since
     ``torch.save`` writes whole storages; a shard of a sharded parameter is a DTensor."""
     p: Any = pair.param
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:

@@ -33,7 +33,7 @@ class WaitAt(IntEnum):
     FORWARD = 1
     """Before a forward that uses parameters unseen: compiled, sharded, ``DataParallel``."""
     STEP = 2
-    """In ``step()``: something reads parameters that no hook comes before."""
+    """In ``step()``: something reads parameters, and no hook can wait before it does."""
 
 
 MIN_WAIT_S = 1e-5
@@ -45,7 +45,7 @@ MAX_WAITS = 128
 
 @dataclass(slots=True)
 class Update:
-    """What the optimizer thread gets of one step; dropped once its work is done."""
+    """What the optimizer thread gets for one step; dropped once its work is done."""
 
     grads: list[Tensor | None]
     """In the order of the parts, final but for what is ``deferred``."""
@@ -61,7 +61,7 @@ class Update:
     newer: set[int] = field(default_factory=set)
     """``id`` of parameters whose masters are newer than the model."""
     fn: Callable[[], object] | None = None
-    """Given to ``submit()``: steps instead."""
+    """The function given to ``submit()``, which steps instead; None: the optimizer does."""
     on_edits: Callable[[list[Tensor]], None] | None = None
     """Receives parameters that were edited where no version counts; None: do not look."""
 
@@ -70,8 +70,8 @@ class Update:
 class InflightStep:
     """Made by :class:`.async_stepper.AsyncStepper` for each update; dies with it.
 
-    It has a part for each part of the replica (one, for a function given to ``submit()``). With
-    ``publishes_first`` as many come before them that only publish: newer masters, or previews.
+    It has a part for each part of the replica (a single one for a function given to ``submit()``).
+    With ``publishes_first`` as many as the replica has come before, to publish masters or previews.
     """
 
     owner: InitVar[object]
@@ -82,10 +82,10 @@ class InflightStep:
     is_stale: bool
     """The update is published at the next boundary."""
     number: int
-    """Of the update, in errors."""
+    """The update's number, for errors."""
     hold: ParameterHold | None = None
     events: list[Any] = field(default_factory=list)
-    """Where on the device each part done ends; one more after a failure."""
+    """For each part done the event at its end on the device; one more after a failure."""
 
     def __post_init__(self, owner: object, update: Update, publishes_first: bool) -> None:
         self.streams, self.is_submitted = self.replica.streams, update.fn is not None
@@ -103,19 +103,19 @@ class InflightStep:
 
     @property
     def order(self) -> PartEvents | None:
-        """Its parts as the device does them; None where the host does."""
+        """The ends of its parts on the device; None where the host does the work itself."""
         return PartEvents(self.streams, self.events) if self.streams.copies_beside else None
 
     @property
     def is_seen_by_next_forward(self) -> bool:
-        """It writes to the model, before or after it computes."""
+        """Whether it writes to the model, before or after it computes."""
         return self.lead > 0 or not self.is_stale
 
     def hold_parameters(
         self, wait: Callable[[InflightStep, int], int], fence: Callable[[], bool] | None = None
     ) -> None:
-        """Make each use of a parameter wait for its part, where uses can be seen. Arguments as of
-        :class:`.pending_parameter.ParameterHold`."""
+        """Make each use of a parameter wait for its part, where uses can be seen. For the arguments
+        see :class:`.pending_parameter.ParameterHold`."""
         replica = self.replica
         if not can_hold_parameters(replica.params):
             return
@@ -130,7 +130,7 @@ class InflightStep:
         )
 
     def lift_fence(self, keep: bool) -> None:
-        """A forward begins: parameters wait for their parts alone; not ``keep``: for nothing."""
+        """A forward begins: parameters wait for their parts only; without ``keep`` for nothing."""
         if self.hold is not None and self.hold.fence is not None:
             self.hold.lift_fence()
             if not (keep and self.is_seen_by_next_forward):
@@ -148,13 +148,13 @@ class InflightStep:
         return ok
 
     def follow(self, parts: int | None = None) -> None:
-        """What this thread enqueues comes after part number ``parts``; None: after the last."""
+        """Order what this thread enqueues now after part number ``parts``; None: after the last."""
         last = len(self.events) if parts is None else parts
         for event in self.events[max(last - 1, 0) : last]:
             self.streams.follow(event)
 
     def failure(self, name: str, names: Callable[[Sequence[Tensor]], str]) -> StepError:
-        """What failed, what is updated, what is lost; ``names`` says which parameters."""
+        """The error: what failed, is updated, is lost; ``names`` writes parameters' names."""
         error, params = self.task.error, self.replica.params
         why = f"{type(error).__name__}: {error}"
         thread = "training" if self.timing.inline else "optimizer"
@@ -205,7 +205,7 @@ class InflightStep:
 
     @contextmanager
     def _beside(self, update: Update) -> Iterator[None]:
-        """On the side stream; all memory that is used there stays until it is done."""
+        """Run on the side stream; memory that is used there is kept until that work is done."""
         with self.streams.beside(update.ready):
             self.streams.keep([*update.grads, *update.deferred.tensors])
             self.streams.keep(update.on_device or ())
@@ -216,7 +216,7 @@ class InflightStep:
                 self.replica.keep()
 
     def _publish_previews(self, update: Update, previews: Previews) -> None:
-        """What the next forward sees, part by part, before the update itself."""
+        """Publish what the next forward sees, part by part, before the update itself."""
         replica, on_device = self.replica, update.on_device
         grads = update.grads if on_device is None else on_device
         prepared, factors = previews.take(), self._factors(update, grads)
@@ -280,7 +280,7 @@ class InflightStep:
 
 
 def gradient_wait(stepper: weakref.ref[Any], step: InflightStep, part: int) -> Callable[[], object]:
-    """What a gradient that ``step`` reads waits with; it keeps neither the stepper nor the step."""
+    """The wait for a gradient that ``step`` reads; keeps neither stepper nor step alive."""
     ref, task, events, streams = weakref.ref(step), step.task, step.events, step.streams
 
     def wait() -> None:

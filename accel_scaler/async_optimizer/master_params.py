@@ -1,4 +1,4 @@
-"""The parameters that an optimizer thread steps: aliases of the model's, or float32 masters."""
+"""The parameters that the optimizer thread steps: aliases of the model's, or float32 masters."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class MasterRule:
-    """Of all that is trained, what has a master."""
+    """Which of the trained parameters have a float32 master."""
 
     every: bool
-    """All of it, whatever its dtype."""
+    """All of them, whatever their dtype."""
     dtypes: frozenset[torch.dtype]
-    """Else what is of these."""
+    """Otherwise those of these dtypes."""
 
     @classmethod
     def of(cls, config: ScalerConfig) -> MasterRule:
-        """What the settings say: bfloat16 is stepped in place where no loss is scaled."""
+        """The rule of these settings. By ``"auto"`` bfloat16 has masters if losses are scaled."""
         every = config.step_mode == "delayed" or config.offload != "none"
         if config.master_weights == "none":
             return cls(every, frozenset())
@@ -65,13 +65,13 @@ class ParameterPair(Placed):
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
         self.host_grad: Tensor | None = None
-        """Host memory, where the gradient lands. It is ``staging``, too, since the update has read
-        it by then; in ``delayed`` that has memory of its own."""
+        """Host memory that the gradient is sent to. ``staging`` is the same memory: the update has
+        read the gradient by then. In ``delayed`` ``staging`` has its own."""
         self.guard: Any = None
         """The handle of the hook that waits before a backward adds to the gradient."""
 
     def place(self, arena: Arena, slot: int) -> None:
-        """Step the master in ``arena`` from now on, if it has masters, with the present values."""
+        """Take ``slot`` of ``arena``; step the master there from now on, if that has masters."""
         self.arena, self.slot = arena, slot
         if not arena.has_masters:
             return
@@ -80,7 +80,7 @@ class ParameterPair(Placed):
         self.is_master = True
         self.stepped = nn.Parameter(memory, requires_grad=True)
         kind = getattr(self.param, "grad_dtype", self.param.dtype)
-        if kind not in {torch.float32, *LOW_PRECISION}:  # those are float32 by then
+        if kind not in {torch.float32, *LOW_PRECISION}:  # such gradients are float32 by then
             self.stepped.grad_dtype = kind
 
     @property
@@ -100,7 +100,7 @@ class ParameterPair(Placed):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what was written to the parameter: a master stays where it rounds to it."""
+        """Copy the parameter to the master, whose elements stay where they round to it."""
         now, master = self.target.to(self.stepped.device), self.stepped
         if self.is_rounded:
             now = torch.where(master.to(now.dtype) == now, master, now.float())
@@ -126,19 +126,18 @@ def make_pairs(
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
-    A ``known`` pair is kept with its master while its parameter is where it was, also while that is
-    frozen.
+    A ``known`` pair keeps its master while its parameter stays where it was, even a frozen one.
 
     Args:
         saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.
         ranks: the order of masters in memory, by the ``id`` of parameters.
-        stages: what is sent to the device needs memory of its own.
+        stages: ``staging`` needs other memory than ``host_grad``.
         renews: all masters get new memory.
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
     fresh: list[tuple[bool, ParameterPair]] = []
-    """With or without a master."""
+    """Whether it is to have a master, and the pair."""
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             pair = ParameterPair(p, number)
@@ -194,13 +193,13 @@ def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
 
 
 def is_stepped(p: Tensor) -> bool:
-    """Whether an optimizer may move it: one that was frozen too, while it has a gradient."""
+    """Whether an optimizer may update it: also a frozen one, while it has a gradient."""
     return p.requires_grad or p.grad is not None
 
 
 @torch.no_grad()
 def _place(pairs: Sequence[ParameterPair], has_masters: bool, offload: bool) -> None:
-    """Lay them side by side, those of one group and device."""
+    """Give each a place in an arena; there is one for neighbours of one group and device."""
     for _, neighbours in groupby(pairs, key=lambda pair: (pair.group, pair.target.device)):
         mine = list(neighbours)
         device = torch.device("cpu") if offload else mine[0].target.device
@@ -211,7 +210,7 @@ def _place(pairs: Sequence[ParameterPair], has_masters: bool, offload: bool) -> 
 
 @torch.no_grad()
 def _keep_masters(pairs: Sequence[ParameterPair], old: dict[int, ParameterPair]) -> None:
-    """What moves or is laid out anew keeps its master's values."""
+    """Copy the masters' values to ``pairs`` that replace an ``old`` one of their parameter."""
     for pair in pairs:
         before = old.get(id(pair.param))
         if before is not None and before.is_master and before.stepped.shape == pair.stepped.shape:

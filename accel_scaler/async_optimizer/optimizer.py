@@ -38,16 +38,16 @@ class AsyncOptimizer(Optimizer):
     ``step_mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
     awaited where it is next used. ``"delayed"`` updates float32 masters, which are published one
     step late; until then the model has a preview (``delay_compensation``). ``"sync"`` steps at
-    once. float16 and bfloat16 parameters train through float32 masters in every mode.
+    once. In every mode float16 parameters train through float32 masters, and if losses are scaled,
+    bfloat16 ones too.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
     ``scaler.step(optimizer); scaler.update()`` work as with any optimizer. After ``step`` ``.grad``
     is what the plain optimizer leaves there; reading or writing it waits for the step.
 
-    ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given
-    either. Saving, loading and evaluating (a forward without gradients) see the newest values;
-    before reading them in another way call :meth:`synchronize`. Close it, or use it as a context
-    manager.
+    ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given either
+    optimizer. Saving, loading and evaluating (in ``eval()`` or without gradients) see the newest
+    values; before another read call :meth:`synchronize`. Close it, or use it in a ``with`` block.
 
     Args:
         optimizer: one of torch's own (or transformers' Adafactor), whose ``step`` treats each
@@ -63,7 +63,7 @@ class AsyncOptimizer(Optimizer):
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
-        OrderError: the optimizer is stepped by another one already.
+        OrderError: another AsyncOptimizer, or an accelerator, steps the optimizer already.
         UnsupportedError: an optimizer that another thread cannot step, with the reason.
     """
 
@@ -160,7 +160,7 @@ class AsyncOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Check the gradients, update the scale, and hand the update to the optimizer thread.
 
-        Without ``scaler`` it only hands over. Waits for the step before; with ``scaler``
+        Without ``scaler`` it only hands over. Waits for the step before; with an enabled ``scaler``
         synchronises with the device once, to know whether the step is skipped.
 
         Raises:
@@ -202,12 +202,12 @@ class AsyncOptimizer(Optimizer):
         """Unscale, check and clip the total norm of the gradients, before :meth:`step`.
 
         Args:
-            parameters: default: all of this optimizer's. Their order is that of the norm's sum.
+            parameters: summed in this order; default: all of this optimizer's, in its own order.
 
-        Returns the norm before clipping, unscaled, float32, shape (), summed in the order of
-        ``parameters`` (by default the optimizer's, not the model's); inf after an overflow.
-        ``.grad`` is then what torch leaves there; what is float16, or bfloat16 with a master (with
-        ``fold_unscale`` on a CPU all), stays scaled until the step. Synchronises.
+        Returns the norm before clipping, unscaled, shape (); float32 for float32 gradients or those
+        of masters, else in torch's dtype; inf after an overflow. ``.grad`` is then what torch
+        leaves, but stays scaled until the step where it is float16, or bfloat16 with a master, or
+        on a CPU with ``fold_unscale``. Synchronises where gradients are checked.
         """
         self._check_open("clip_grad_norm_")
         self._forbid_inside("clip_grad_norm_")
@@ -229,8 +229,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def submit(self, fn: Callable[[], object]) -> None:
-        """Run ``fn``, a step function, on the optimizer thread, after the steps before it. No
-        default device is set there.
+        """Run ``fn``, a step function, on the optimizer thread, after the steps before it. That
+        thread does not know ``torch.set_default_device``.
 
         Inside ``fn`` this optimizer's ``param_groups``, ``step`` and ``zero_grad`` mean the
         stepped parameters and the gradients as they are now; ``scaler.unscale_(optimizer)`` and
@@ -258,7 +258,8 @@ class AsyncOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the step in flight and publish it: parameters and state are the newest then.
         Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published. Raises ``StepError`` where it failed."""
+        streams, where a newer value is published. Raises ``StepError`` where it failed, and
+        ``OrderError`` in :meth:`submit` or, in ``delayed``, on a thread that does not train."""
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
@@ -282,15 +283,15 @@ class AsyncOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """Hooks are the wrapped optimizer's; they run on the training thread."""
+        """Hooks are the wrapped optimizer's own; they run on the training thread."""
         if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
             return getattr(self.optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @untraced
     def close(self) -> None:
-        """Finish, publish, stop the thread, remove every hook. The optimizer is as before. Raises
-        ``StepError`` where the step in flight failed; closed all the same."""
+        """Finish, publish, stop the thread, remove every hook: the wrapped optimizer is torch's
+        again. Raises ``StepError`` where the step in flight failed; it is closed all the same."""
         if self._closed:
             return
         self._forbid_inside("close")
@@ -345,8 +346,8 @@ def step_beside(
     **options: Any,
 ) -> SyncHooks:
     """Step ``optimizer`` as ``config`` says, until the returned hooks are closed: by ``holder``, or
-    the next caller where that one is gone. ``models`` returns those that hold the parameters, once
-    they are known; ``options`` are arguments of :class:`AsyncStepper`."""
+    by the next caller once the holder is gone. ``models`` returns the modules that hold the
+    parameters, once these are known; ``options`` are arguments of :class:`AsyncStepper`."""
     left = async_stepper_of(optimizer)
     if isinstance(left, AsyncStepper):
         if left.hooks is None:  # interrupted while it was made

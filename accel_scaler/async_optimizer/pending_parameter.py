@@ -12,8 +12,8 @@ and ``torch.func`` do not. But each of them checks that its argument is a tensor
 class has ``Tensor`` among its bases, so the check asks for ``__class__``, a property that waits.
 
 On a device an operation waits on its own stream, and other streams may use the parameter later.
-Until the device is past the update, the class is restored for one operation only, and taken back
-after it.
+Until the device is past the update, the class is restored for one operation only; after it the
+parameter is pending again.
 
 ``.grad`` stays the same object, of class :class:`PendingGradient` until its part of the step is
 done. Dropping it does not wait. Reading it, zeroing it in place or adding to it waits as for a
@@ -22,8 +22,8 @@ parameter. autograd adds to it without asking, so what starts a backward waits: 
 
 A pending tensor keeps what it waits for in an attribute (``HOLD_KEY``). A parameter refers to its
 hold weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
-order of the device's work. Where the model has not the newest values yet, it does keep what has
-them, until its next use.
+order of the device's work. Only where the model does not have the newest values yet, a parameter
+keeps the hold, which can publish them, until its next use.
 
 Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
 guards the attribute and every change of a class; nobody waits under it.
@@ -81,7 +81,7 @@ PASSIVE: frozenset[Any] = frozenset(
 
 
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
-    """Of a class with the memory layout of a tensor, and without ``Tensor`` in its ``__mro__``."""
+    """Makes a class with the memory layout of a tensor and without ``Tensor`` in ``__mro__``."""
 
     is_made = False
 
@@ -91,7 +91,7 @@ class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
 
 
 def _body_of(*classes: type) -> dict[str, Any]:
-    """All attributes of ``classes``, for a class that has them not among its bases."""
+    """All attributes of ``classes``, for a class that does not inherit from them."""
     plain: Any = classes[-1]
 
     class Plain(plain):  # type: ignore[misc]
@@ -181,9 +181,8 @@ def _pending_in(value: Any) -> Iterator[Any]:
 
 
 def _wait_for(t: Any, everywhere: bool = True) -> None:
-    """Wait for the update of ``t``, or for the step that reads it, ``everywhere``: for whatever
-    stream uses it then; else for the present one alone, and :func:`_take_back` follows. Any thread.
-    """
+    """Wait for the update of ``t``, or for the step that reads it. ``everywhere``: whatever stream
+    uses it then; else only the present one may, and :func:`_take_back` follows. Any thread."""
     if type(t) is PendingGradient:
         _wait_for_gradient(t, everywhere)
     asked: _Mark | None = None
@@ -201,7 +200,7 @@ def _wait_for(t: Any, everywhere: bool = True) -> None:
 
 
 def _take_back(tensors: Iterable[Any]) -> None:
-    """Those of ``tensors`` that still wait on other streams are pending again."""
+    """Make those of ``tensors`` pending again for which other streams still have to wait."""
     with _lock:
         for t in tensors:
             if hasattr(t, HOLD_KEY) and type(t) in _PENDING_OF:
@@ -247,7 +246,7 @@ class _Mark:
     hold: weakref.ref[ParameterHold]
     order: PartEvents | None
     fenced: ParameterHold | None
-    """The hold, where its fence has values that the parameter has not."""
+    """The hold, where its fence can publish values that the parameter does not have yet."""
 
     def follow(self, everywhere: bool) -> bool:
         """The hold is gone with its optimizer: order uses after all that was enqueued. Returns
@@ -280,7 +279,7 @@ class ParameterHold:
     was_traced: bool = False
     """A compiled function has met one of the parameters while it was pending."""
     _released: int = 0
-    """How many of ``params``, from the first on."""
+    """How many of ``params``, from the first on, are plain again."""
 
     def __post_init__(self) -> None:
         self._mark = _Mark(weakref.ref(self), self.order, None if self.fence is None else self)
@@ -292,13 +291,13 @@ class ParameterHold:
             raise
 
     def wait_for(self, p: Tensor, everywhere: bool = True) -> None:
-        """Wait for ``p``, and restore the class of every parameter that is ready. Arguments as of
-        ``_wait_for``."""
+        """Wait for ``p``, and restore the class of every parameter that is ready. For
+        ``everywhere`` see ``_wait_for``."""
         with outside_transforms():
             fence, part = self.fence, self.part_of[id(p)]
             if is_in_compiled_call():
-                # It was compiled for plain parameters: each that is pending costs a compile, and
-                # from some number on dynamo runs the function uncompiled. So one is to be the last.
+                # It was compiled for plain parameters: each pending one costs a compile, and after
+                # some of them dynamo runs the function uncompiled. So wait for all at the first.
                 self.was_traced = everywhere = True
                 part = len(self.ends)
             if fence is not None and fence():
@@ -337,11 +336,11 @@ class GradientHold:
     order: PartEvents | None = None
     """The parts on the device, where ``wait`` orders the present stream only."""
     part: int = 1
-    """The one that reads them."""
+    """The number of the part that reads them."""
 
 
 def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
-    """``gradients``, plain tensors, wait for ``hold`` from now on; read them through others."""
+    """Uses of ``gradients``, plain tensors, wait for ``hold`` from now on; aliases do not."""
     _hold(gradients, hold, PendingGradient)
 
 

@@ -2,29 +2,30 @@
 
 Note [Previews]
 ---------------
-Masters only ever see exact updates. Until one of them is published the model holds a preview of
-it: the part that is known before the gradient, made of masters and state, and the fresh gradient's
-share. With ``w`` the parameter, ``g`` its gradient (unscaled, clipped; negated by ``maximize``) and
-``wd`` a weight decay that is added to the gradient:
+Masters only ever see exact updates. Until one of them is published, the model holds its preview,
+which is made of masters and state before the gradient is known, plus the share of the fresh
+gradient. With ``w`` the parameter, ``g`` its gradient (unscaled, clipped) and ``wd`` a weight decay
+that is added to the gradient:
 
     preview = keep * w - velocity_rate * b - momentum_rate * m / d - gradient_rate * e
     share   = -gradient_rate * clamp(g / rms(d), -reach, reach)
     e       = clamp(wd * w / d, -reach, reach)
     d       = root_scale * sqrt(v) + eps,    rms(d) = sqrt(mean(d**2))
 
-The known part is exact, but for second moments ``v``, which are taken to stay as they are, bias
-corrected. The share has one step size for each tensor. ``reach`` bounds any gradient divided by the
-root of its own second moment, since it is part of that: sqrt((1 - b2^(k+1)) / (1 - b2)) for Adam.
-It matters where second moments say little of the gradient: LoRA's zero matrices, rare tokens.
+The preview is exact, except that it takes the bias-corrected second moments ``v`` to stay as they
+are. The share has one step size for each tensor; ``maximize`` negates it alone. ``reach`` bounds a
+gradient divided by the root of its own second moment, of which it is a part: for Adam it is
+sqrt((1 - b2^(k+1)) / (1 - b2)). It matters where second moments say little of the gradient: LoRA's
+zero matrices, rare tokens.
 
-SGD has no second moments (``d`` is 1): preview and share are the update itself, up to rounding.
+SGD has no second moments (``d`` is 1): preview plus share is the update itself, up to rounding.
 :func:`sgd_terms` and :func:`adam_terms` are the formulas in the documentation of ``torch.optim``,
 with ``g`` set apart. A parameter without a gradient is published as it is.
 
-The known part is prepared on the optimizer thread behind the update before: in host memory, in the
+Previews are prepared on the optimizer thread, right after the update before: in host memory, in the
 model's dtype, in the buffer that is sent up. A block is prepared while its update has it in cache
 if the next settings are known by then (a training forward has begun), else after the update. Where
-masters are on a device it is written at once.
+masters are on a device, previews are made at the boundary, in the model itself.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ MAX_LIMIT = torch.finfo(torch.float32).max
 
 Group = Mapping[str, Any]
 Settings = list[dict[str, Any]]
-"""Of each parameter group, as they were when they were frozen."""
+"""The hyperparameters of each parameter group, copied by :func:`frozen`."""
 
 
 class Share(NamedTuple):
@@ -66,10 +67,10 @@ class Share(NamedTuple):
 
 @dataclass(slots=True)
 class Terms:
-    """The known terms of tensors that share settings and counts."""
+    """The numbers in the formula, for tensors that share settings and counts of steps."""
 
     gradient_rate: float
-    """Below zero with ``maximize``."""
+    """Below zero with ``maximize``; ``e`` is multiplied by its magnitude."""
     keep: float = 1.0
     weight_decay: float = 0.0
     velocity_rate: float = 0.0
@@ -113,13 +114,13 @@ class Terms:
     def shares(
         self, sizes: Sequence[int], owners: Sequence[int], norms: list[Tensor]
     ) -> list[Share]:
-        """What the gradients add.
+        """What each gradient adds to its preview.
 
         Args:
             sizes: elements of each parameter.
             owners: the place of each of ``norms`` among ``sizes``.
-            norms: of what :meth:`write` has written to ``roots``; [] without second moments.
-                Synchronises with their device.
+            norms: 2-norms of what :meth:`write` has written to ``roots``; [] without second
+                moments. Synchronises with their device.
         """
         if not self.is_rooted:
             return [Share(-self.gradient_rate, math.inf)] * len(sizes)
@@ -227,7 +228,7 @@ def make_previews(wanted: str, replica: Replica) -> Previews | None:
 
 @dataclass(slots=True)
 class Prepared:
-    """Previews made before a boundary."""
+    """Previews made before the boundary that publishes them."""
 
     parts: list[Part]
     settings: Settings
@@ -239,7 +240,7 @@ class Behind:
     """Prepares the previews of some neighbours in an arena, block by block.
 
     Args:
-        writes: False: only what the gradients add, since the model cannot be written to yet.
+        writes: False: only the shares, since the model may not be written to yet.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class Behind:
         self._norms: list[Tensor] = []
 
     def block(self, run: Run, block: Block) -> None:
-        """Write the previews of its masters and state as they are."""
+        """Write the previews of a block, from its masters and state as they are."""
         terms, found, roots = self._terms, run.scratch(block), run.scratch(block, 1)
         for w, *state, new, root in zip(*run.joined(block, found, roots), strict=True):
             terms.write(w, *self._rule.columns(*state), new if self._writes else None, root)
@@ -268,7 +269,7 @@ class Behind:
             self._owners += [slot - self._first for slot in block.slots]
 
     def end(self) -> None:
-        """Note what the gradients add. Synchronises with a device."""
+        """Note the shares of the gradients. Synchronises with a device."""
         sizes = [pair.stepped.numel() for pair in self._pairs]
         shares = self._terms.shares(sizes, self._owners, self._norms)
         self._prepared.shares.update(zip(map(id, self._pairs), shares, strict=True))
@@ -281,7 +282,7 @@ class Previews:
         self._rule, self._replica, self._streams = rule, replica, replica.streams
         self._prepared: Prepared | None = None
         self._next: Prepared | None = None
-        """Those that are prepared, or being prepared."""
+        """What is prepared, or being prepared, for the next boundary."""
 
     # On the training thread.
 
@@ -291,7 +292,7 @@ class Previews:
         return self._next is not None
 
     def begin(self) -> Prepared | None:
-        """Those to be prepared, with the settings as they are now; None: that was done.
+        """What is to be prepared for the settings as they are now; None: that has begun already.
 
         From here on an update that is running prepares what it updates (:meth:`behind`)."""
         now: Settings = frozen(_settings_of(self._replica.optimizer))
@@ -302,11 +303,11 @@ class Previews:
 
     @property
     def _writes_at_once(self) -> bool:
-        """Masters are on a device: no memory is allocated there for previews."""
+        """Masters are on a device: previews are made in the model, without memory of their own."""
         return not self._replica.offload and not self._streams.is_host
 
     def follow(self) -> None:
-        """Make buffers for masters that have none."""
+        """Make preview buffers for masters in host memory that have none."""
         if self._writes_at_once:
             return
         bare = [pair for pair in self._replica.pairs if pair.is_master and pair.preview is None]
@@ -318,8 +319,8 @@ class Previews:
             pair.preview = buffer
 
     def covers(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether every parameter with a gradient, in the order of the parts, was updated before:
-        a first update cannot be previewed."""
+        """Whether every parameter that has one of ``grads`` (in the order of the parts) was updated
+        before: a first update cannot be previewed."""
         stepped = compress(self._replica.ordered, [grad is not None for grad in grads])
         groups = self._replica.optimizer.param_groups
         return all(
@@ -336,14 +337,14 @@ class Previews:
 
     @torch.no_grad()
     def prepare(self, prepared: Prepared) -> None:
-        """Make what the next boundary publishes, of masters and state as they are: what is left."""
+        """Prepare what :meth:`behind` has left out, from masters and state as they are."""
         for part in prepared.parts:
             left = [id(pair) not in prepared.shares for pair in part.pairs]
             self._make(part, prepared, left, writes=not self._writes_at_once)
         self._prepared = prepared
 
     def behind(self) -> Callable[[Run, int, int], Behind | None] | None:
-        """What an update, block by block, prepares for the next boundary; None: nothing yet."""
+        """The ``follow`` of :meth:`.Run.step` that prepares updated blocks; None: not yet."""
         prepared = self._next
         if prepared is None or prepared.parts is not self._replica.parts or self._writes_at_once:
             return None
@@ -356,7 +357,7 @@ class Previews:
         return follow
 
     def take(self) -> Prepared:
-        """What was prepared for this boundary; an empty one where that does not fit any more."""
+        """What was prepared for this boundary; empty where settings or parts have changed since."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and prepared is self._next:
             self._next = None  # else that is of the one after this already
@@ -406,7 +407,7 @@ class Previews:
                 pair.publish(self._streams)
 
     def _add_share(self, pair: Placed, grad: Tensor | None, share: Share, factor: float) -> None:
-        """:func:`_add_shares` where the model is, for one parameter."""
+        """Like :func:`_add_shares`, but for one parameter and on the model's device."""
         assert grad is not None
         if pair.preview is not None:
             self._streams.up(pair.preview, pair.target)
@@ -416,8 +417,8 @@ class Previews:
         torch.add(pair.target, bounded, alpha=rate, out=pair.target)
 
     def _make(self, part: Part, prepared: Prepared, due: Sequence[bool], writes: bool) -> None:
-        """Previews of those that are ``due``, where the masters' state is known; not ``writes``:
-        only what their gradients add."""
+        """Make the previews of those that are ``due`` and whose state is known; not ``writes``:
+        only the shares of their gradients."""
         for _, places, run in self._replica.runs_of(part):
             left_out = [not (due[p] and part.pairs[p].is_master) for p in places]
             left_out = [

@@ -55,7 +55,7 @@ _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
 
 class ThreadContext:
-    """Gradient mode of the thread that makes it."""
+    """The gradient mode of the thread that makes this."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -63,7 +63,7 @@ class ThreadContext:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """On any thread: the gradient mode as it was there; on another one beside no compile."""
+        """Within the block that gradient mode holds; on another thread no compile runs then."""
         is_there = threading.get_ident() == self._thread
         turn = nullcontext() if is_there else beside_no_compile()
         with turn, torch.set_grad_enabled(self._with_grad):
@@ -81,11 +81,11 @@ class Part:
         self.groups = dict(sorted(found.items()))
         """The places of each parameter group's pairs, in the optimizer's order of groups."""
         self.runs: list[tuple[int, list[int], Run]] | None = None
-        """Group, places, and what may step them by direct calls of a fused kernel."""
+        """Group, places, and what may step them by a fused kernel; None: not made yet."""
 
 
 class Replica:
-    """Pairs, parts and the copy of one optimizer. Main thread only, except where said.
+    """Pairs, parts and the copy of one optimizer. For the training thread, except where said.
 
     Args:
         offload: state and masters live in host memory.
@@ -113,7 +113,7 @@ class Replica:
         self.sends = offload and not streams.is_host
         """Gradients are sent to host memory."""
         self.thread_context = ThreadContext()
-        """Of the thread that handed the last step over."""
+        """That of the thread which handed the last step over."""
         self._edited: set[int] = set()
         """``id`` of parameters that were edited where no version counts."""
         self._ranks: dict[int, int] = {}
@@ -125,11 +125,11 @@ class Replica:
     def let_go(self) -> None:
         """Keep no master, no copy and no parameter, as before the first :meth:`follow`."""
         self.pairs: list[ParameterPair] = []
-        """In the optimizer's order."""
+        """All pairs in the optimizer's order."""
         self.parts: list[Part] = []
         self.ordered: list[ParameterPair] = []
         self.params: list[Tensor] = []
-        """Pairs and the model's parameters in the order of the parts."""
+        """All pairs, and the model's parameters, in the order of the parts."""
         self.part_of: dict[int, int] = {}
         """``id(parameter)`` -> how many parts must be done for it."""
         self.has_rounded = False
@@ -142,14 +142,14 @@ class Replica:
         """Masters are to be laid out anew."""
         self._scratch = Scratch(torch.device("cpu") if self.offload else self.streams.device)
         self._removed: list[ParameterPair] = []
-        """Of parameters in no group, which the optimizer's state still has."""
+        """Pairs of parameters that are in no group now, but still in the optimizer's state."""
         self._spot_check = SpotCheck((), set())
         self._shares_memory = False
         """Some parameters have memory in common, so there is one part."""
         self.known: list[Tensor] = []
         """The optimizer's parameters at the last :meth:`follow`, in its order."""
         self._layout: object = None
-        """Where these were."""
+        """Where ``known`` were, as :meth:`_layout_of` describes it."""
         self._shared: Held | None = None
         """The optimizer's state and all that is in it, when it was last shared."""
         self._has_all_state = False
@@ -166,8 +166,8 @@ class Replica:
         )
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; where each is, its shape, and if it may need a master, whether it is
-        trained."""
+        """The groups' sizes; each parameter's address, shape, strides and dtype; if some may
+        need a master, which are trained."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params
         dtypes = list(map(_dtype_of, held))
@@ -192,7 +192,7 @@ class Replica:
         )
 
     def follow(self) -> bool:
-        """Take over new groups and moved or resized parameters; True if there were any."""
+        """Take over new groups and moved or resized parameters; returns whether there were any."""
         if self.is_current():
             return False
         params = parameters_of(self.optimizer)
@@ -230,8 +230,8 @@ class Replica:
         return True
 
     def order_by(self, params: Iterable[Tensor]) -> None:
-        """Update in this order from now on, behind those named before; others come last. Masters
-        follow it in memory after the next :meth:`follow`."""
+        """Update ``params`` in this order from now on, after those of earlier calls; others come
+        last. Masters lie in this order in memory after the next :meth:`follow`."""
         before = self.params
         for p in params:
             self._ranks.setdefault(id(p), len(self._ranks))
@@ -332,8 +332,8 @@ class Replica:
             part.runs = None
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
-        """Bring one parameter's state to where it is stepped: shards; for a master float32, on its
-        device and in its arena."""
+        """Convert one parameter's state to what its pair steps with: shards; for a master float32,
+        on its device and in its arena."""
         for key, value in entry.items() if self.has_masters or self.is_sharded else ():
             if not isinstance(value, Tensor):
                 continue
@@ -349,7 +349,7 @@ class Replica:
 
     def keep(self) -> None:
         """On the worker, before a step and once it is enqueued: record the memory of what is
-        stepped on both streams, whichever it came from."""
+        stepped on both streams, whichever allocated it."""
         streams = self.streams
         if not streams.copies_beside:
             return
@@ -369,8 +369,8 @@ class Replica:
             self._layout = None
 
     def apart(self, entries: dict[Any, Any]) -> Any:
-        """Entries of a state dict, with copies of what is in this optimizer's memory: that is
-        written, one parameter after the other, while they are read."""
+        """Entries of a state dict, with copies of what is in this optimizer's own memory: a load
+        writes there, one parameter after the other, while it reads the entries."""
         held = [*_tensors_in(_values_of(self.optimizer.state)), *(p.stepped for p in self.pairs)]
         places = {t.data_ptr() for t in map(local, held) if type(t) in (Tensor, nn.Parameter)}
 
@@ -381,7 +381,7 @@ class Replica:
         return tree_map(copy_of, entries)
 
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
-        """Load state onto the stepped parameters and share it; the optimizer has the groups."""
+        """Load state for the stepped parameters and share it; groups are loaded already."""
         own = self.copy.param_groups
         self.copy.param_groups = [dict(group) for group in own]
         Optimizer.load_state_dict(self.copy, state_dict)
@@ -403,7 +403,7 @@ class Replica:
         self._shared, self.has_loaded = None, True
 
     def take_edits(self) -> list[Tensor]:
-        """Before a step, while the model has what was published: bring to the masters what was
+        """Before a step, while the model has what was published: copy to the masters what was
         written to parameters where no version counts (``p.data``). Returns these parameters.
 
         Reads samples of all masters and parameters. Synchronises with the device.
@@ -448,8 +448,8 @@ class Replica:
         grads: Sequence[Tensor | None],
         deferred: DeferredUnscale,
     ) -> list[Tensor | None]:
-        """Gradients as ``pairs`` are stepped with, float32 for masters; but for what a kernel
-        divides by, what is ``deferred`` is done to them."""
+        """The gradients that ``pairs`` are stepped with, float32 for masters. What is ``deferred``
+        is done to them, except a division, which is left to the kernel."""
         final = list(grads)
         scaled: list[tuple[Tensor, Tensor]] = []
         for place, (pair, grad) in enumerate(zip(pairs, grads, strict=True)):
@@ -465,13 +465,13 @@ class Replica:
         return final
 
     def runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
-        """On the worker: what may step a part by calls of a fused kernel; []: nothing."""
+        """On the worker: what may step a part by calls of a fused kernel; []: none is known."""
         if part.runs is None:
             part.runs = list(self._make_runs(part))
         return part.runs
 
     def keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The state of the parameters' shape that a group's optimizer has, where that is known."""
+        """Keys of a group's state that has the parameter's shape; (): none, or not known."""
         rule = rule_of(self.optimizer)
         return () if rule is None else rule.keys(group)
 
@@ -524,7 +524,7 @@ class Replica:
 
 
 def frozen(value: Any) -> Any:
-    """A copy of hyperparameters, in whatever containers."""
+    """A copy of hyperparameters, with new containers, and new tensors (a ``Parameter`` stays)."""
 
     def copy_of(leaf: Any) -> Any:
         is_copied = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
@@ -534,7 +534,7 @@ def frozen(value: Any) -> Any:
 
 
 def _values_of(state: Mapping[Any, Any]) -> list[Any]:
-    """What parameters' entries hold."""
+    """All values in the entries of parameters."""
     entries = [entry for key, entry in state.items() if isinstance(key, Tensor)]
     return list(chain.from_iterable(map(dict.values, entries)))
 

@@ -1,5 +1,5 @@
-"""Parameters of several optimizers: one that steps beside forward and backward, or through float32
-masters, owns its parameters. The one that was prepared last does.
+"""Parameters of several optimizers. One that steps beside forward and backward, or through float32
+masters, owns its parameters alone; of several such optimizers the one prepared last does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Wanted = tuple[Optimizer, str, MasterRule]
 """An optimizer, its step mode, and what has masters."""
 
 _steppers: weakref.WeakSet[AsyncStepper] = weakref.WeakSet()
-"""All that step an optimizer."""
+"""All steppers in use."""
 
 replaced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose parameters another one has taken over."""
@@ -44,9 +44,9 @@ def leave(stepper: AsyncStepper) -> None:
 
 
 def refuse_sharing(wanted: Sequence[Wanted], beside_others: bool = True) -> None:
-    """Raise ``UnsupportedError`` where two optimizers cannot both step their parameters: two of the
-    ``wanted`` ones (of one that is stepped already its present mode counts) or, ``beside_others``,
-    one of those that are stepped already; else :func:`take_over` follows."""
+    """Raise ``UnsupportedError`` where two of the ``wanted`` optimizers cannot both step their
+    parameters, or (``beside_others``; else :func:`take_over` follows) one of them and another that
+    is stepped already. Of a wanted one that is stepped already the present mode counts."""
     message = _sharing(wanted, beside_others)
     if message is not None and beside_others:
         gc.collect()  # an optimizer without references steps nothing
@@ -67,8 +67,8 @@ def refuse_replaced_owner(optimizer: Optimizer) -> None:
 
 def take_over(wanted: Sequence[Wanted]) -> None:
     """These were prepared last: close the others that own some of their parameters, each with a
-    warning in the log. Parameters count though they are frozen, and stepped without masters as
-    yet. Raises ``StepError`` where the last step of one failed; it is closed all the same."""
+    warning in the log. Frozen parameters count, too, and those that have no master yet. Raises
+    ``StepError`` where the last step of one failed; it is closed all the same."""
     newest = {id(optimizer) for optimizer, _, _ in wanted}
     for other in [e for e in _steppers if id(e.optimizer) not in newest]:
         conflicts = (_conflict(one, _wanted(other), frozen_too=True) for one in wanted)
@@ -107,7 +107,7 @@ def _wanted(stepper: AsyncStepper) -> Wanted:
 
 
 def _conflict(one: Wanted, other: Wanted, frozen_too: bool = False) -> str | None:
-    """What they share, though not both can step it; None: there is no such thing."""
+    """In words: what both have and not both can step; None: there is no such thing."""
     if one[0] is other[0]:
         return None
     own, theirs = parameters_of(one[0]), parameters_of(other[0])

@@ -1,4 +1,4 @@
-"""Edits of parameters that no version counts, found by comparing samples.
+"""Finds edits of parameters that no version counts, by comparing samples.
 
 A master is stepped in place of its parameter and then published over it, so an edit of the
 parameter has to reach the master first. ``p.clamp_()`` counts a version, ``p.data.clamp_()`` does
@@ -16,17 +16,17 @@ from ..optimizer_step import flat, is_dense
 from .master_params import ParameterPair
 
 RUN, STRIDE = 16, 2048
-"""Of each ``STRIDE`` elements of a large tensor ``RUN``, a cache line of a master, are compared."""
+"""Of every ``STRIDE`` elements of a large tensor the first ``RUN`` are compared, a cache line."""
 
 MAX_WHOLE = 4096
 """Elements up to which all of a tensor is compared."""
 
 
 class SpotCheck:
-    """Samples of parameters and of their masters, of those ``pairs`` that have one.
+    """Samples of parameters and of their masters, for those of ``pairs`` that have a master.
 
-    An edit of ``STRIDE`` elements in a row, or of most of a tensor, is always found. An edited
-    tensor is compared whole from then on: a clamp in each window often writes to few elements.
+    An edit of ``2 * STRIDE`` elements in a row is always found. An edited tensor is compared whole
+    from then on: a clamp in each window often writes to few elements.
     ``edited`` has the ``id`` of each; :meth:`find` adds to it.
     """
 
@@ -58,7 +58,7 @@ class SpotCheck:
 
 
 class _Samples:
-    """Of pairs alike in dtype and devices: views, taken once, which are joined to be compared."""
+    """Views of samples of pairs alike in dtype and devices: made once, joined to be compared."""
 
     def __init__(self, pairs: Sequence[ParameterPair]) -> None:
         self._pairs, self._dtype = pairs, pairs[0].target.dtype

@@ -5,41 +5,41 @@ keeps the order, nothing runs beside anything: events are None, and copies are w
 
 *Home* is the stream that the training thread hands steps over from, *side* the one that updates run
 on, *down* the one of copies to the host. ``ready`` is home's event at the hand-over; side begins
-after it, and each part of a step ends with a event of its own.
+after it, and each part of a step ends with an event of its own. For each kind of memory: who writes
+and reads it, what orders that, and the streams that it is recorded on (``record_stream``).
 
 Model's parameters
-    Side writes them (``delayed``: the previews, of the step's gradients too, at its begin), home
-    and the user's streams read them. The previews that a fence has overwritten home writes again.
-    Written after ``ready``, and so after what home followed by then. A use waits for the event of
-    its part, on its own stream and on home; until the device is past that event the class stays
-    pending (:mod:`.pending_parameter`), so each other stream waits as well. ``synchronize()``
-    waits on the host, and publishes when no stream has anything left to do. Recorded on side.
+    Side writes them after ``ready``, and so after what home followed by then (in ``delayed`` first
+    the previews, with this step's gradients). Home and the user's streams read them. A use waits
+    for the event of its part, on its own stream and on home; until the device is past that event
+    the class stays pending (:mod:`.pending_parameter`), so each other stream waits as well. A fence
+    waits on the host until no stream has work left, then home publishes. Recorded on side.
 Masters on the device
     Side writes and reads them; the training thread refreshes them from the model in home's order
     (``as_at_home``), with no step in flight. Recorded on side.
 Gradients
-    Backward's streams write them, home then multiplies, side reads and unscales them. After
-    ``ready``. A use meanwhile waits as for a parameter. The task has them until it has
-    enqueued its work; recorded on side, and on down if they are sent. Where others have their
-    memory too, home copies them. FSDP2's come from a stream of its own: recorded on home.
+    The backward's streams write them, home then multiplies, side reads and unscales them after
+    ``ready``. A use meanwhile waits as for a parameter. The task holds them until it has
+    enqueued its work; recorded on side, and on down if they are sent. Where other tensors share
+    their memory, home copies them. FSDP2's come from a stream of its own: recorded on home.
 Optimizer state, loaded or made by a step; step counts
-    Side writes and reads it; home reads it after ``synchronize()``. Memory of home's or of side's
-    pool, as it came: recorded on both, before a step and after it.
+    Side writes and reads it; home reads it after ``synchronize()``. Its memory may come from home's
+    pool or from side's: recorded on both, before a step and after it.
 Hyperparameters that are tensors, factors that unscale and clip
     Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
 Gradients on the host, pinned
     Down writes them after home; the optimizer thread waits for each copy's event, then reads. Sent
     once the step before is done.
 Masters and state on the host
-    The optimizer thread alone, while a step is in flight. The copy up reads masters on side: the
-    thread waits for the last event before it writes them again.
+    The optimizer thread alone uses them while a step is in flight. The copy up reads masters on
+    side: the thread waits for the last event before it writes them again.
 Staging, pinned
-    The optimizer thread writes it, side's copy up reads it; waited for likewise. A pair has it;
-    torch keeps pinned memory that is dropped until its copies are done.
+    The optimizer thread writes it, side's copy up reads it and is waited for likewise. A pair holds
+    it; torch keeps pinned memory that is dropped until its copies are done.
 
-An optimizer that is dropped leaves all of that to the events: the task has what it still enqueues,
-recorded memory stays until the device is past, and the model's parameters, hooks and gradients
-know the events without the optimizer.
+An optimizer that is dropped leaves all of that to the events: the task holds what it still
+enqueues, recorded memory stays until the device is done with it, and the model's parameters, hooks
+and gradients know the events without the optimizer.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from .shared_memory import length_of
 
 class SideStreams:
     """The side streams of one device: one for the optimizer's work, one for copies to the host.
-    None of the methods waits on the host, except :meth:`wait_on_host`."""
+    ``wait_for_*``, ``wait_on_host``, ``follow_last(on_host=True)`` alone block the host."""
 
     def __init__(self, device: torch.device) -> None:
         streams = streams_of(device)
         self._backend: Any = streams
         """None: on a CPU, and where one queue keeps the order."""
         self.copies_beside = streams is not None
-        """A copy to the host runs while this thread goes on."""
+        """Copies run while this thread goes on."""
         self.device = device if streams is None else streams.device
         self.is_host = streams is None and device.type == "cpu"
         """The device's memory is the host's."""
@@ -80,7 +80,7 @@ class SideStreams:
         self._down: Any = None if streams is None else streams.new()
 
     def record(self, home: bool = False) -> Any:
-        """A point in the present stream of this thread; None on a CPU. ``home``: this is the
+        """An event in this thread's present stream; None without streams. ``home``: that is the
         training stream, which follows every event that any stream follows."""
         if self._backend is None:
             return None
@@ -96,7 +96,7 @@ class SideStreams:
             return event
 
     def record_at_home(self) -> Any:
-        """A point in the training stream."""
+        """An event in the training stream."""
         return self.record() if self.home is None else self._record(self.home)
 
     def wait_for_side(self) -> None:
@@ -160,17 +160,16 @@ class SideStreams:
 
     @contextmanager
     def as_at_home(self) -> Iterator[None]:
-        """Order what this thread enqueues after what the training stream has. The other way round
-        nothing is ordered: who writes here for that stream waits on the host, as a comparison does.
-        """
+        """Order what this thread enqueues after what the training stream has enqueued. That stream
+        is not ordered after this: for it to read what is written here, wait on the host."""
         here = None if self._backend is None else self._backend.current()
         if here is not None and self.home not in (None, here):
             here.wait_stream(self.home)
         yield
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
-        """Record tensors on the side stream: their memory is not reused before it is done with
-        them. ``at_home``: record them on the training stream, too."""
+        """Record tensors on the side stream: their memory is not reused before that stream is done
+        with them. ``at_home``: record them on the training stream, too."""
         if self._backend is None:
             return
         streams = [self._work, self.home] if at_home and self.home is not None else [self._work]
@@ -181,8 +180,8 @@ class SideStreams:
                         held.record_stream(stream)
 
     def host_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors of the same shapes and strides, in few buffers for each dtype. Pinned where
-        copies run beside the host; elsewhere one after the other in one buffer. Uninitialised."""
+        """Uninitialised host tensors of the same shapes, strides and dtypes, in few buffers. These
+        are pinned where copies run beside the host; elsewhere there is one for each dtype."""
         kinds = [t.dtype for t in tensors]
         lengths = list(map(length_of, tensors))
         views: list[Tensor] = list(tensors)
@@ -203,7 +202,7 @@ class SideStreams:
         return views
 
     def down(self, source: Tensor, host: Tensor) -> Any:
-        """Copy to the host behind this thread's stream; returns the event of its end."""
+        """Copy to the host, after this thread's stream; returns the event at the copy's end."""
         if self._backend is None:
             host.copy_(source)
             return None
@@ -214,14 +213,14 @@ class SideStreams:
             return self._record(self._down)
 
     def up(self, host: Tensor, target: Tensor, staging: Tensor | None = None) -> None:
-        """Copy to the device, inside :meth:`beside`. ``staging``: pinned, of the target's dtype."""
+        """Copy to the device in the present stream. ``staging``: pinned, of the target's dtype."""
         if staging is not None:
             host = staging.copy_(host)
         target.copy_(host, non_blocking=self._backend is not None)
 
 
 class PartEvents:
-    """Where on the device each part of one step ends. Refers to no optimizer."""
+    """The events at which the parts of one step end on the device. Refers to no optimizer."""
 
     def __init__(self, streams: SideStreams, ends: list[Any]) -> None:
         self._streams, self._ends = streams, ends
@@ -265,7 +264,7 @@ def packs(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _held(t: Any) -> Iterator[Tensor]:
-    """The tensors whose memory is that of ``t``: of a sparse one, of a shard, of a wrapper."""
+    """The tensors that hold the memory of ``t``, which may be sparse, a shard or a wrapper."""
     if hasattr(t, "__tensor_flatten__"):
         for name in t.__tensor_flatten__()[0]:
             yield from _held(getattr(t, name))

@@ -20,7 +20,7 @@ _BY_PARAMETER = (
 """torch's optimizers whose step treats each parameter alone. transformers' Adafactor does, too."""
 
 _BY_MATRIX = {"Adafactor", "Muon"}
-"""Of these, the ones that a shard is not enough for."""
+"""Those of them that need a whole parameter, not a shard of it."""
 
 WHY = "offload, step_mode 'delayed', float16 or bfloat16 parameters"
 WAY_OUT = (
@@ -138,5 +138,5 @@ def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> N
 
 
 def is_on(place: torch.device, device: torch.device) -> bool:
-    """Whether they are the same; one may leave the number out."""
+    """Whether both are the same device; one may leave the index out."""
     return place.type == device.type and (None in (place.index, device.index) or place == device)

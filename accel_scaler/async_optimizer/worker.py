@@ -58,7 +58,7 @@ class Task:
         self.is_known = False
         """A caller has learned that it failed."""
         self.thread: threading.Thread | None = None
-        """The one that it was submitted to."""
+        """The thread that it was submitted to."""
         self._changed = threading.Condition()
 
     def advance(self) -> None:
@@ -92,7 +92,7 @@ class Task:
             return self._run is not None and self.end(error)
 
     def end(self, error: BaseException) -> bool:
-        """An interrupt has left :meth:`execute`. False: it had ended already."""
+        """End it after an interrupt has left :meth:`execute`. False: it had ended already."""
         with self._changed:
             if self.finished:
                 return False
@@ -152,7 +152,7 @@ _due: set[Task] = set()
 """Tasks that are due, in the whole process."""
 
 _interval = [0.0]
-"""The interpreter's switch interval before the first of them; 0: it is as it was."""
+"""The interpreter's switch interval before it was shortened; 0: it is not shortened."""
 
 
 def _shorten_interval(task: Task) -> None:
@@ -176,12 +176,12 @@ _running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
 
 
 class Worker:
-    """One lasting thread that runs tasks in the order in which they were submitted. ``threads``: of
-    its CPU kernels; other threads keep theirs. "auto": :func:`default_threads`.
+    """One lasting thread that runs tasks in the order in which they were submitted. ``threads`` is
+    how many its CPU kernels use; other threads keep theirs. "auto": :func:`default_threads`.
 
-    It starts with the first task, is a daemon, and ends after the task that runs. :meth:`stop` and
-    the interpreter's exit wait for that. Where the worker is only dropped, nothing waits: the
-    garbage collector runs on any thread, under whatever locks that one holds.
+    It starts with the first task and is a daemon. :meth:`stop` and the interpreter's exit wait for
+    its tasks. Where the worker is only dropped, nothing waits: the garbage collector runs on any
+    thread, under whatever locks that thread holds.
     """
 
     def __init__(self, threads: int | str = "auto") -> None:

@@ -1,9 +1,9 @@
 """The end of a window: unscale, check, clip, update the scale, step, in this order.
 
 :class:`Boundary` takes an optimizer whose gradients are accumulated, decides on the training
-thread and hands what is left to do to the optimizer's :class:`Stepper`, which is inline here. What
-it learns it writes to the window; each :class:`Observer` receives the events. It knows no optimizer
-thread, no Accelerate and no telemetry: what steps later is a Stepper like any other.
+thread and hands what is left to do to the optimizer's :class:`Stepper`; the one here steps inline.
+It writes what it learns to the window, and each :class:`Observer` receives the events. The folder
+knows no optimizer thread, no Accelerate, no telemetry: what steps later is one more Stepper.
 """
 
 from .arena import (

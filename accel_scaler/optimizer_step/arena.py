@@ -20,15 +20,15 @@ class Where(IntEnum):
     """Whether a fused kernel of torch can be called with a parameter's state."""
 
     NOWHERE = auto()
-    """There is none yet."""
+    """There is no state yet."""
     HERE = auto()
-    """Yes."""
+    """Yes: it is laid out for the kernel."""
     ELSEWHERE = auto()
     """No: the optimizer's own step uses it."""
 
 
 class Arena:
-    """Parameters side by side: masters in one buffer, and buffers alike for state of their shape.
+    """Parameters side by side: masters in one buffer, state of their shape in others like it.
 
     ``optimizer.state[p]`` has views of them. What is replaced there is copied before the next step
     (:meth:`adopt`), and what was taken out is written to no more (:meth:`let_go`). Without masters
@@ -36,11 +36,8 @@ class Arena:
 
     Args:
         targets: the model's parameters, in the order of their slots.
-        device: of the memory.
-        has_masters: they have masters.
-
-    Raises:
-        UnsupportedError: there is not enough memory.
+        device: where the memory is.
+        has_masters: each parameter has a float32 master.
     """
 
     def __init__(self, targets: Sequence[Tensor], device: torch.device, has_masters: bool) -> None:
@@ -58,21 +55,22 @@ class Arena:
             self._length += -(-each // ALIGNED) * ALIGNED
         self._views: dict[str, list[Tensor]] = {}
         self._given: set[tuple[str, int]] = set()
-        """The keys and slots of what is in the optimizer's state."""
+        """Key and slot of each view that was put into the optimizer's state."""
         self._make_counts()
         self._fits = [
             has_masters or (type(t) is Tensor and t.dtype is torch.float32 and is_dense(t))
             for t in targets
         ]
         self.where = [Where.NOWHERE] * len(targets)
-        """The state of each one."""
+        """The state of each slot."""
 
     def end(self, slot: int) -> int:
-        """Where its elements end."""
+        """The offset at which the elements of ``slot`` end."""
         return self.offsets[slot] + self.lengths[slot]
 
     def views(self, key: str) -> list[Tensor]:
-        """The memory of ``key``, zero at first, for each slot."""
+        """For each slot its view of the memory of ``key``, float32, zero at first. Raises
+        ``UnsupportedError`` where there is not enough memory."""
         if key not in self._views:
             memory = self._allocate(key)
             self._views[key] = [self.view(memory, slot) for slot in range(len(self.shapes))]
@@ -84,7 +82,7 @@ class Arena:
         return memory.as_strided(self.shapes[slot], self.strides[slot], place)
 
     def are_neighbours(self, slots: Sequence[int], views: Sequence[Tensor]) -> bool:
-        """Whether they lie in memory as these slots do here."""
+        """Whether ``views`` lie in memory at the distances that ``slots`` have here."""
         begin, start = views[0].data_ptr(), self.offsets[slots[0]]
         places = (begin + 4 * (self.offsets[slot] - start) for slot in slots)
         return all(map(int.__eq__, map(Tensor.data_ptr, views), places))
@@ -152,7 +150,7 @@ class Arena:
 
     def _make_counts(self) -> None:
         self.counts = torch.zeros(len(self.shapes), device=self.device)
-        """The ``step`` in each one's state."""
+        """The ``step`` in the state of each slot, float32, shape (n,)."""
         self._count_views = list(self.counts.unbind())
 
     def _give(self, name: str, slot: int, entry: dict[str, Any]) -> Tensor:
@@ -180,7 +178,7 @@ class Placed:
 
     @property
     def has_state(self) -> bool:
-        """Its optimizer state is known, as of the last step that was handed over."""
+        """Whether its state is laid out for the kernel, as of the last step handed over."""
         return self.arena.where[self.slot] is Where.HERE
 
 
@@ -188,7 +186,7 @@ class Held:
     """Objects as they were, to see whether others are in their places.
 
     Args:
-        placed: where these are in memory, too: ``.data`` may be assigned.
+        placed: tensors among these must be at the same address, too: ``.data`` may be assigned.
     """
 
     def __init__(self, values: Sequence[Any], placed: Sequence[Any]) -> None:
@@ -197,7 +195,7 @@ class Held:
         self._places = list(map(Tensor.data_ptr, self._tensors))
 
     def is_current(self, values: Sequence[Any]) -> bool:
-        """Whether ``values`` are these, where they were."""
+        """Whether ``values`` are the same objects, and ``placed`` where they were."""
         places = map(Tensor.data_ptr, self._tensors)
         return are_same(values, self._values) and list(places) == self._places
 
@@ -208,7 +206,7 @@ def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def length_of(t: Tensor) -> int:
-    """Elements from the first to the last one that the strides reach."""
+    """How many elements the memory has from the first to the last that the strides reach."""
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     return last + 1 if t.numel() else 0
 
@@ -224,7 +222,7 @@ def place_of(t: Tensor) -> object:
 
 
 def _is_same_memory(value: object, view: Tensor) -> bool:
-    """Whether they are the same elements."""
+    """Whether ``value`` is the same view of the same memory as ``view``."""
     return type(value) is Tensor and place_of(value) == place_of(view)
 
 

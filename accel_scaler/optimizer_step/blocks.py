@@ -46,12 +46,12 @@ class FusedRule(NamedTuple):
     takes: Callable[[Group], bool]
     """Whether the kernel does all that ``step()`` does for this group."""
     keys: Callable[[Group], tuple[str, ...]]
-    """The state with the parameter's shape."""
+    """The keys of state that has the parameter's shape."""
     call: Callable[[type, Group, Block, list[Tensor], Tensor | None, bool], None]
-    """For a class, a group, a block, its gradients and what divides them; the last: whether it is
-    the first step."""
+    """Update: the optimizer's class, a group, a block, its gradients, what divides them (None:
+    nothing), and whether this is the first step."""
     counts: bool
-    """State has ``step``."""
+    """Whether state has ``step``."""
 
 
 def _is_plain(group: Group) -> bool:
@@ -77,7 +77,7 @@ def _call_adam(
     names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
     settings = {name: group[name] for name in names}
     settings["beta1"], settings["beta2"] = group["betas"]
-    # Before torch 2.7 no group says it.
+    # Before torch 2.7 the group does not say so.
     decoupled = group.get("decoupled_weight_decay", issubclass(kind, torch.optim.AdamW))
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     kernel(*lists, **settings, grad_scale=divide, found_inf=None)
@@ -102,9 +102,9 @@ class Block:
     """Some parameters, or a piece of one; the lists have an entry for each."""
 
     places: Sequence[int]
-    """Of its parameters among those of the run."""
+    """Indices of its parameters in the run."""
     slots: list[int]
-    """In the arena."""
+    """Their slots in the arena."""
     piece: slice | None
     """Its elements in its only parameter; None: all of its parameters."""
     begin: int
@@ -112,23 +112,23 @@ class Block:
     length: int
     strides: list[tuple[int, ...]]
     is_small: bool
-    """All of its tensors are, and on the host."""
+    """All of its tensors have at most ``SMALL`` elements, and are on the host."""
     masters: list[Tensor]
     state: list[list[Tensor]]
-    """For each of the rule's keys."""
+    """A list for each of the rule's keys."""
     counts: list[Tensor]
     staging: list[Tensor]
-    """Host memory from which the device gets the values; empty: directly."""
+    """Host memory from which the device gets new values; empty: it gets them directly."""
     targets: list[Tensor]
     previews: list[Tensor]
     """Where the preview of the next update is prepared (``delayed``); else empty."""
     is_joined: bool
-    """Masters and state are neighbours in memory, each of them."""
+    """Its masters lie side by side in memory, and so does each kind of state."""
     scratch: dict[int, list[Tensor]] = field(default_factory=dict)
     """See :meth:`Run.scratch`."""
 
     def part(self, piece: slice) -> Block:
-        """A piece of its only parameter."""
+        """The block of a piece of its only parameter."""
         lists = (self.masters, self.staging, self.targets, self.previews)
         masters, staging, targets, previews = ([flat(t)[piece] for t in ts] for ts in lists)
         return replace(
@@ -153,13 +153,13 @@ RULES = {
 
 
 class Follower(Protocol):
-    """What is done to each block behind its update, while it is in cache."""
+    """What is done to each block right after its update, while it is in cache."""
 
     def block(self, run: Run, block: Block) -> None:
-        """It was updated."""
+        """``block`` was updated."""
 
     def end(self) -> None:
-        """All were."""
+        """All blocks were updated."""
 
 
 class Scratch:
@@ -170,7 +170,7 @@ class Scratch:
         self._held: dict[int, Tensor] = {}
 
     def take(self, length: int, number: int) -> Tensor:
-        """The first ``length`` elements of the memory of this number."""
+        """The first ``length`` elements of memory ``number``; their values are arbitrary."""
         held = self._held.get(number)
         if held is None or held.numel() < length:
             held = torch.empty(length, dtype=torch.float32, device=self._device)
@@ -182,10 +182,10 @@ class Run:
     """Neighbours in one arena, of one part and one parameter group, and their blocks.
 
     Args:
-        state: of what is stepped, by parameter; is to be the same for the life of this.
-        memory: of :meth:`scratch`.
+        state: the optimizer's, by stepped parameter; the same object as long as the run is used.
+        memory: what :meth:`scratch` uses.
         is_sent: float32 gradients were unscaled before they were sent to host memory.
-        sends: masters' new values are sent to a device, which need not have them on return.
+        sends: masters' new values are copied to a device; the copies may still run on return.
     """
 
     def __init__(
@@ -207,13 +207,13 @@ class Run:
         self._slots = slice(self._first, self._first + len(pairs))
         self._strides = [pair.stepped.stride() for pair in pairs]
         self._blocks: dict[tuple[int, int, bool], list[Block]] = {}
-        """By their first and last place, and whether they are whole."""
+        """By the arguments of :meth:`blocks_of`."""
         self._limit = HOST_BLOCK if self._arena.device.type == "cpu" else DEVICE_BLOCK
         self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
 
     def still_fits(self, group: Group) -> bool:
-        """Whether the settings still ask for the same kernel over the same state, which this has
-        not begun since."""
+        """Whether ``group`` still asks for the same kernel with the same keys of state, and this
+        run has made no state itself since."""
         now = self._rule.takes(group), self._rule.keys(group)
         return not self._has_filled and now == (self._takes, self.keys)
 
@@ -221,7 +221,7 @@ class Run:
         """Whether the kernel can step it with these gradients; some may be missing.
 
         Args:
-            whole: with all that have no master at once, from the gradients as they are.
+            whole: not block by block, from the gradients as they are; only without masters.
         """
         found, arena = [grad for grad in grads if grad is not None], self._arena
         where = set(arena.where[self._slots])
@@ -235,7 +235,7 @@ class Run:
         )
 
     def counts(self, a: int, b: int) -> list[float]:
-        """The steps of the places from ``a`` to ``b``. Synchronises with a device."""
+        """How many steps the places from ``a`` to ``b`` have had. Synchronises with a device."""
         entries = [self._state.get(pair.stepped) or {} for pair in self.pairs[a:b]]
         counts = [entry.get("step", 0.0) for entry in entries]  # SGD has none
         if self._rule.counts and self._takes and all(pair.has_state for pair in self.pairs[a:b]):
@@ -244,8 +244,8 @@ class Run:
         return list(map(float, counts))
 
     def is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
-        """Whether gradients can be gathered piece by piece where they have to be; ``whole``: they
-        are like their parameters, which are as they were (``.data`` may be assigned)."""
+        """Whether large gradients can be cut into pieces; ``whole``: whether all are laid out like
+        their parameters, which are as they were (``.data`` may be assigned)."""
         places, strides = range(len(grads)) if whole else self._large, self._strides
         return all((g := grads[i]) is None or g.stride() == strides[i] for i in places) and not (
             whole and strides != [pair.stepped.stride() for pair in self.pairs]
@@ -265,10 +265,10 @@ class Run:
 
         Args:
             group: the hyperparameters.
-            deferred: what is still to be done to the gradients: in place to float32 ones.
+            deferred: what is still to be done to the gradients; to float32 ones in place.
             publishes: write masters' new values to the model.
             whole: it :meth:`takes` them so, and ``deferred`` is what the kernel divides by.
-            follow: from the first and last place, what follows each of their blocks.
+            follow: from this run and a stretch of its places, what follows their blocks, if any.
         """
         arena = self._arena
         for a, b in stretches([grad is None for grad in grads], arena.where[self._slots]):
@@ -341,8 +341,8 @@ class Run:
         return block.scratch[number]
 
     def joined(self, block: Block, *scratch: list[Tensor]) -> list[list[Tensor]]:
-        """Its masters, state and ``scratch``, each as one tensor where they are neighbours: an
-        operation on every element gives the same bits, and takes one call."""
+        """A block's masters, state and ``scratch``, each as one tensor where they lie side by side:
+        an operation on every element gives the same bits, and takes one call."""
         rows = [block.masters, *block.state, *scratch]
         return [[_joined(row, block.length)] for row in rows] if block.is_joined else rows
 
@@ -414,12 +414,12 @@ def _joined(views: Sequence[Tensor], length: int) -> Tensor:
 
 
 def rule_of(optimizer: Optimizer) -> FusedRule | None:
-    """What is known of the state of a group, and of its kernel; None: nothing."""
+    """How a fused kernel of torch steps ``optimizer``; None: no such kernel is known."""
     return RULES.get(type(optimizer))
 
 
 def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[int]]:
-    """``places`` of pairs, those that are neighbours in one arena together."""
+    """``places`` of ``pairs``, split into lists of neighbours in one arena."""
     for _, some in groupby(
         enumerate(places), lambda each: (pairs[each[1]].arena, pairs[each[1]].slot - each[0])
     ):
@@ -427,7 +427,7 @@ def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[
 
 
 def stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """The begin and end of each run of places that are of one kind, but for those left out."""
+    """Begin and end of each stretch of places that are of one kind, none of them left out."""
     end = 0
     for (is_left_out, _), some in groupby(zip(left_out, kinds, strict=True)):
         begin, end = end, end + len(list(some))

@@ -1,8 +1,8 @@
 """The end of an accumulation window: unscale, check, clip, update the scale, step. In this order.
 
 Everything here runs on the training thread and decides on the host, so that a skipped step is
-known (and the LR schedule can wait) whichever optimizer is used, fused or not. What it learns of
-an optimizer it writes to the window, and reads there what others have written.
+known (and the LR schedule can wait) whichever optimizer is used, fused or not. The boundary writes
+what it learns of an optimizer to the window, and reads there what others have written.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Boundary:
     """Ends the windows of one scaler: checks, and steps or skips, its optimizers.
 
     Args:
-        scaler: whose windows these are.
-        device: where ranks communicate, and the norm of an overflow is.
+        scaler: the scaler whose windows end here.
+        device: where ranks communicate, and where a clip returns inf after an overflow.
         observers: receive each event in this order; one that finds out where an overflow began
             comes before one that reads it from the window.
-        rerun: makes gradients again that have overflowed.
-        skip_nonfinite: check gradients that are not scaled, too; those of a scaled loss always are.
+        rerun: makes overflowed gradients anew.
+        skip_nonfinite: check gradients of an unscaled loss, too; those of a scaled one always are.
         skip_norm_above: see :class:`SpikeRule`.
     """
 
@@ -80,13 +80,13 @@ class Boundary:
         self.spikes = SpikeRule(skip_norm_above)
         self.clipping = Clipping(self.check)
         self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
-        """What was scaled before each step of an optimizer without a gradient so far, whether that
-        closed a window or not; None: it has had one, or the warning was logged."""
+        """For an optimizer that has had no gradient so far: the ``Window.losses`` of windows in
+        which it was to step. None: it has had a gradient, or the warning was logged."""
         _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
-        """Let this boundary step an optimizer, whose kernel may unscale and on a CPU clip where
-        ``fold_unscale`` is set."""
+        """Let this boundary step an optimizer. With ``fold_unscale`` the optimizer's kernel may
+        unscale and, on a CPU, clip."""
         stepper = stepper_of(optimizer)
         stepper.fold_unscale = fold_unscale
         self.scaler.manage(stepped(optimizer), stepper)
@@ -141,11 +141,12 @@ class Boundary:
         """Finish the window for ``optimizer``: check, update the scale, then step or skip.
 
         Returns False if the step was skipped. Synchronises with the device once, unless a clip or
-        :meth:`unscale` already have.
+        :meth:`unscale` has done so already.
 
         Raises:
             OrderError: a second step in one window; gradients that no ``scale()`` produced;
                 scaled gradients added to unscaled ones.
+            StepError: the update before this one has failed, on another thread.
             OverflowStreakError: too many skips in a row.
         """
         optimizer = stepped(optimizer)
@@ -229,8 +230,8 @@ class Boundary:
 
     def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
         """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
-        it may wait for its turn (GANs, adapters), and be without for as long as it likes once it
-        has had some."""
+        it may wait for its turn (GANs, adapters), and once it has had a gradient, go without for
+        any number of windows."""
         windows = self._idle.setdefault(optimizer, set())
         if window.opened_by is None or windows is None:
             return

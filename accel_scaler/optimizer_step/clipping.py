@@ -56,16 +56,16 @@ class Clipping:
     def clip_norm(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Unscale what owns ``parameters``, clip their total norm to ``max_norm``.
+        """Unscale the gradients of these parameters' optimizers, clip the norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
         for bit. Where it is float16, or bfloat16 with a master, and with ``fold_unscale`` on a CPU,
-        it stays scaled and unclipped until the update: read-only. After an overflow gradients stay
-        as they were.
+        it stays scaled and unclipped until the update: read-only. After an overflow nothing is
+        clipped, and gradients may be unscaled or not.
 
-        Returns the total norm before clipping, unscaled, float32, shape (); inf after an
-        overflow. Synchronises with the device once for each optimizer, or once for all where
-        unscale and clip are one product.
+        Returns the total norm before clipping, unscaled, shape (); float32 for float32 gradients or
+        those of masters, else in torch's dtype; inf after an overflow. Synchronises with the
+        device once for each optimizer, or once for all where unscale and clip are one product.
         """
         parameters, limits = list(parameters), (float(max_norm), float(norm_type))
         return self._check.until_finite(lambda: self._clip_norm(parameters, *limits))
@@ -108,7 +108,7 @@ class Clipping:
         return total
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        """Unscale what owns ``parameters``, clip each element to ``[-clip_value, clip_value]``."""
+        """Unscale as :meth:`clip_norm`, clip each element to ``[-clip_value, clip_value]``."""
         self._check.until_finite(lambda: self._clip_value(parameters, clip_value))
 
     def _clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -141,7 +141,7 @@ class Clipping:
     def note_norm(
         self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
     ) -> None:
-        """Record the norm of a clip made elsewhere. Communicates for a DTensor, if it is wanted."""
+        """Record the norm of a clip made elsewhere if it is wanted; for a DTensor communicates."""
         if any(observer.wants_norms for observer in self._check.observers):
             self._note(GradNorm(parameters, whole(norm), None, float(max_norm), None, norm_type))
 
@@ -203,7 +203,7 @@ class Clipping:
         return total
 
     def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
-        """They are those of whole optimizers, none of them checked yet, none shared."""
+        """``parameters`` are all of their optimizers', none of these checked yet, none shared."""
         window = self.scaler.window
         if self.scaler.sharded or window.opened_by is None:
             return False

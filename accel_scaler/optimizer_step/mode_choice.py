@@ -1,7 +1,7 @@
-"""Whether an update runs beside what follows it: tried both ways, measured, chosen. No torch.
+"""Chooses, by trying and timing both, whether updates run beside what follows. No torch.
 
 A time is that from one step to the next, whatever is in it: micro-batches, data, an evaluation.
-Both ways take turns, and medians are compared, so that a rare long pause counts for nothing.
+The ways take turns, and their medians are compared, so that a rare long pause counts for nothing.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from statistics import median, quantiles
 
 TURN = 4
-"""Steps one way before the other one's turn; of these the first and the last are not timed."""
+"""Steps in a turn of one way; the first and the last of these are not timed."""
 FEW, MANY = 2, 8
-"""Rounds of two turns after which it may be decided, and is. One case is decided earlier:"""
+"""After ``FEW`` rounds of two turns the choice may be made, after ``MANY`` it is. One exception:"""
 FAR = 2.0
-"""There is no second turn beside if each step of the first one takes so many times as long as any
-inside, of which some came before it and some after it: no pause looks like that."""
+"""If each step of the first turn beside takes more than so many times as long as every step inside,
+before that turn and after it, there is no second turn: no pause looks like that."""
 SPAN = 64
 """Steps after the decision that are compared with those just after it."""
 CHANGED = 1.25
-"""A factor on their median that is a change, if two spans in a row show it."""
+"""The factor by which their medians have to differ, two spans in a row, for a new choice."""
 
 
 class ModeChoice:
@@ -34,9 +34,9 @@ class ModeChoice:
         self.is_beside = False
         """How the next update runs: beside what follows, or inside ``step()``."""
         self.medians: tuple[float, float] | None = None
-        """Seconds a step inside ``step()`` and beside, when it was last decided; None: not yet."""
+        """Median seconds a step, inside and beside, at the last decision; None: not yet."""
         self._modes: deque[bool | None] = deque(maxlen=3)
-        """How the last steps ran; None: skipped."""
+        """Whether each of the last steps ran beside; None: it was skipped."""
         self._last = 0.0
         self._measure(-1)
 
@@ -48,14 +48,14 @@ class ModeChoice:
         self._changes = 0
 
     def note(self, now: float, stepped: bool, agree: Callable[[int], int] = int) -> bool:
-        """A step begins, or is skipped. Returns whether it was decided here how to go on.
+        """Note that a step begins, or is skipped. Returns whether this call has made the choice.
 
         Args:
             now: seconds, of any clock that does not go back.
             agree: returns what rank 0 gives it, on every rank.
         """
         self._modes.append(self.is_beside if stepped else None)
-        # Of one kind with those beside it: else something of the other kind is in its time.
+        # The steps around it ran the same way: else its time holds some of the other way's.
         is_alike = len(self._modes) == 3 and len(set(self._modes)) == 1 and stepped
         if is_alike and self._count > 0:
             self._times[self.is_beside].append(now - self._last)

@@ -17,40 +17,40 @@ class Observer:
     """Receives the events of a boundary, on the training thread; here every method does nothing.
 
     All that is known of a window, norms included, stands in the window. No number of the training
-    depends on who observes, and nothing is computed for an observer but what these ask for:
+    depends on who observes, and only what these two attributes ask for is computed for it:
     """
 
     wants_norms = False
-    """The norm of a clip made elsewhere is read, on some rank: to complete it ranks communicate."""
+    """Some rank reads the norms of clips made elsewhere, which ranks communicate to complete."""
     wants_each_norm = False
-    """The norm of each gradient is read, where one pass gives it beside that of all."""
+    """The norm of each gradient is read, where the pass for the total norm gives it, too."""
 
     def before_backward(self, loss: Tensor) -> None:
         """A backward from this unscaled loss is about to start."""
 
     def after_backward(self) -> None:
-        """It has ended, and not by an exception."""
+        """That backward has ended, and not by an exception."""
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """The scale is updated, parameters and gradients are still those of the window; the
-        optimizer steps, or is skipped, next. Where there was a check it has just waited for the
-        device."""
+        optimizer steps, or is skipped, next. Where gradients were checked, this thread has just
+        waited for the device."""
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
-        """The optimizer has stepped, or was skipped. ``timing``: of its update, which may still
-        run; None: there was none."""
+        """The optimizer has stepped, or was skipped. ``timing``: that of its update, which may
+        still run; None: there was no update."""
 
     def run_ended(self, error: str) -> None:
         """Too many skips in a row: ``error`` is about to be raised."""
 
 
 class Rerun(Protocol):
-    """Makes gradients that have overflowed again; where there is none, they are skipped."""
+    """Makes overflowed gradients anew; without a Rerun their step is skipped."""
 
     def before_check(self) -> None:
         """Gradients are about to be checked, unscaled or clipped."""
 
     def make_again(self, stepping: Optimizer | None) -> bool:
-        """Whether there are others now in place of those that the window's verdict is about."""
+        """Make the open window's gradients anew if they overflowed; returns whether it did."""

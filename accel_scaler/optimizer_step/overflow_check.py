@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class OverflowCheck:
-    """Checks gradients once a window, and unscales them then or leaves that to the step. The
-    optimizer's record in the window holds what it finds."""
+    """Checks an optimizer's gradients once a window, and unscales them then or leaves that to the
+    step. The optimizer's record in the window holds what it finds."""
 
     scaler: GradScaler
     device: torch.device
@@ -58,14 +58,14 @@ class OverflowCheck:
     checks: bool
     """False: gradients are not checked."""
     wants_norm: bool
-    """Each check takes the norm of all, before a clip changes some."""
+    """Each check also takes the optimizer's total norm, before a clip changes gradients."""
 
     rerun: Rerun | None = None
-    """Makes gradients again that have overflowed."""
+    """Makes overflowed gradients anew; None: they are skipped."""
 
     def until_finite(self, take: Callable[[], T], stepping: Optimizer | None = None) -> T:
-        """What ``take``, a clip or a check, returns: of these gradients, or of those that are made
-        again as long as they overflow. ``stepping``: it is about to."""
+        """Call ``take``, a clip or a check, and again each time that overflowed gradients were made
+        anew. Returns its last result. ``stepping``: the optimizer that is about to step."""
         if self.rerun is None:
             return take()
         self.rerun.before_check()
@@ -76,13 +76,13 @@ class OverflowCheck:
 
     @property
     def wants_each_norm(self) -> bool:
-        """Some observer reads the norm of each gradient."""
+        """Whether an observer reads the norm of each gradient."""
         return any(observer.wants_each_norm for observer in self.observers)
 
     def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
         """Each optimizer that has some of ``parameters``, with these, in order. Raises
-        ``UnsupportedError`` where none has one of them, and gradients are scaled. Looked up once a
-        window: a loop that clips tensor by tensor asks thousands of times."""
+        ``UnsupportedError`` where gradients are scaled and one belongs to no optimizer. The table
+        is made once a window: a loop that clips tensor by tensor asks thousands of times."""
         window, managed = self.scaler.window, self.scaler.managed
         sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
         if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
@@ -111,7 +111,7 @@ class OverflowCheck:
         return [(managed[index], found[index]) for index in sorted(found)]
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
-        """Whether ranks may hold different gradients of it."""
+        """Whether ranks may hold different gradients of this optimizer."""
         return self.scaler.sharded or is_sharded(parameters_of(optimizer))
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
@@ -134,7 +134,7 @@ class OverflowCheck:
                 "load. Call accelerator.backward(loss) instead of loss.backward()."
             )
         if window.known(optimizer) is None:
-            # Its last step may still read those that nothing was added to since.
+            # Its last step may still read gradients that no backward has added to since.
             stepper_of(optimizer).wait_for_gradients()
         record = window.record(optimizer)
         if record.stage is OptState.STEPPED:
@@ -152,7 +152,7 @@ class OverflowCheck:
         return record
 
     def _next_window(self, last: Window) -> Window:
-        """What is known of optimizers that have not stepped in the ``last`` one is the next's."""
+        """Open a window; it takes over what is known of optimizers not stepped in ``last``."""
         left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
         norms, stepped_ones = last.grad_norms, [o for o in self.scaler.managed if id(o) not in left]
         norms.forget(p for optimizer in stepped_ones for p in parameters_of(optimizer))
@@ -164,7 +164,7 @@ class OverflowCheck:
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
         ``record``: its record, where it was looked up just before. Synchronises with the device,
-        and with other ranks where they hold other gradients."""
+        and with other ranks where they hold different gradients."""
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
@@ -228,9 +228,9 @@ class OverflowCheck:
     def one_pass(
         self, owners: Sequence[Optimizer], params: Sequence[Tensor], stay_scaled: Sequence[bool]
     ) -> NormCheck | None:
-        """Norm and check from one read of gradients that are all scaled still; ``stay_scaled``: of
+        """Norm and check from one read of gradients that are all scaled still; ``stay_scaled``: for
         each owner, whether its stepper keeps them so. None: the norm would not be, bit for bit,
-        that of the unscaled ones, or a kernel does not take all of them together. Synchronises."""
+        that of unscaled gradients, or no kernel takes all of them together. Synchronises."""
         scale, grads = self.scaler.window_scale, gradients_of(params)
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
         if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
@@ -271,7 +271,7 @@ class OverflowCheck:
     def norm(self, optimizer: Optimizer) -> float:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
         clip or a check that took all of them, else taken here. Synchronises with the device, and
-        with other ranks where they hold other gradients."""
+        with other ranks where they hold different gradients."""
         record = self.scaler.record_of(optimizer)
         if record.norm is None:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
@@ -285,17 +285,17 @@ class OverflowCheck:
         return record.norm
 
     def forget(self, optimizer: Optimizer) -> None:
-        """More is about to be added to its gradients, which nothing scales: they are checked again.
-        Where a clip has left some of its work to the step, that refuses unless they are gone."""
+        """A backward is about to add to its gradients, which nothing scales: have them checked
+        again. Where a clip has left work to the step, that step refuses, unless they are gone."""
         record = self.scaler.window.known(optimizer)
         params = parameters_of(optimizer)
         if record is not None and (record.returned is None or Snapshot(params).is_zero):
             self.scaler.window.forget(optimizer)
 
     def divides(self, stepper: Stepper, returned: bool = False) -> bool:
-        """Whether unscaling is left to its kernel: no other optimizer has some of the gradients.
-        ``returned``: the caller gets them back before the step. Then on a CPU only: elsewhere the
-        saving was not measured."""
+        """Whether unscaling is left to the stepper's kernel: only where no other optimizer has some
+        of the gradients. ``returned``: the caller gets them back before the step, which is done on
+        a CPU only; elsewhere the saving was not measured."""
         mine = stepper.optimizer
         if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
             return False
@@ -326,8 +326,8 @@ class OverflowCheck:
     def give_back(
         self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
     ) -> None:
-        """Remember the gradients as they are returned to the caller, whose edits are refused; those
-        of ``written`` this call has written to."""
+        """Remember the gradients as the caller gets them back: if they are scaled, later edits are
+        refused. ``written``: parameters whose gradients the present call has written to."""
         if record.returned is not None:
             record.returned.renew(written)
         elif record.deferred:

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 NORMS = 128
-"""Norms, of the last windows, whose median a limit such as ``"4x"`` multiplies. A median, since a
-spike among them moves it by one place at most, where it would raise a mean by its size."""
+"""How many of the last norms make the median that a limit such as ``"4x"`` multiplies. A spike
+among them moves a median by one place at most, but a mean by its size."""
 
 FIRST = 16
 """Windows that such a limit lets pass first: until then there is no median."""
@@ -19,10 +19,10 @@ FIRST = 16
 
 class SpikeRule:
     """The limit of each optimizer's gradient norm: an unscaled norm; ``"4x"``: so many times the
-    running median; None: there is none.
+    running median; None: no limit.
 
-    Norms of skipped spikes are among those of the median, so that a run whose norms stay high goes
-    on after ``NORMS`` / 2 windows at the latest.
+    Norms of skipped spikes count in the median, so that a run whose norms stay high goes on after
+    ``NORMS`` / 2 + 1 windows at the latest.
     """
 
     def __init__(self, limit: float | str | None = None) -> None:
@@ -31,7 +31,7 @@ class SpikeRule:
         self._norms: WeakKeyDictionary[Optimizer, deque[float]] = WeakKeyDictionary()
 
     def is_spike(self, optimizer: Optimizer, norm: float) -> bool:
-        """Whether this norm of a window is one; it is remembered if it is finite and not 0."""
+        """Whether the norm is a spike. For the median it counts if it is finite and not 0."""
         if self._factor is None:
             return norm > self._absolute
         norms = self._norms.setdefault(optimizer, deque(maxlen=NORMS))

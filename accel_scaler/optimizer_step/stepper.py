@@ -1,4 +1,4 @@
-"""What steps an optimizer: one for each, inline here, or an asynchronous one."""
+"""A stepper updates one optimizer's parameters: inline here, or asynchronously elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StepTiming:
     waits: list[tuple[float, float]] = field(default_factory=list)
     """``(start, length)`` of each wait."""
     step_mode: str | None = None
-    """How it ran where that was chosen for it (``"auto"``): ``"sync"`` or ``"overlap"``."""
+    """How it ran, ``"sync"`` or ``"overlap"``, where ``"auto"`` chose it; else None."""
 
 
 class Stepper(ABC):
@@ -47,11 +47,11 @@ class Stepper(ABC):
 
     optimizer: Optimizer
     timing: StepTiming | None = None
-    """Of the last update."""
+    """That of the last update; None: there was none."""
     fold_unscale = False
-    """Unscaling and clipping may be left to the kernel."""
+    """The user lets unscaling and clipping be left to the kernel."""
     reads_beside = False
-    """An update that is not finished may read ``.grad``, on another thread."""
+    """An unfinished update may read ``.grad``, on another thread."""
 
     @property
     def keeps_scaled(self) -> bool:
@@ -65,12 +65,12 @@ class Stepper(ABC):
 
     @property
     def unscales(self) -> bool:
-        """A deferred product is left to its step, which writes it to ``.grad``, too."""
+        """Its step does what is deferred, and writes the result to ``.grad``, too."""
         return False
 
     @property
     def divides(self) -> bool:
-        """Its kernel divides gradients by ``grad_scale``."""
+        """Its kernel may divide gradients by ``grad_scale``."""
         takes_grad_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
         return self.fold_unscale and takes_grad_scale and not self.has_pre_hooks
 
@@ -85,7 +85,7 @@ class Stepper(ABC):
         """Take the gradients, do what is ``deferred``, update."""
 
     def skip(self) -> None:  # noqa: B027
-        """A boundary without an update: its gradients overflowed."""
+        """A boundary without an update: gradients overflowed, or their norm is a spike."""
 
     def wait(self) -> bool:
         """Wait until the update in flight, if any, is over; False: it failed."""
@@ -95,7 +95,7 @@ class Stepper(ABC):
         """Finish the update in flight and publish it."""
 
     def still(self) -> AbstractContextManager[None]:
-        """:meth:`synchronize`, and no step of another thread begins until the end."""
+        """:meth:`synchronize`; until the end of the block no step of another thread begins."""
         return nullcontext()
 
     def wait_for_gradients(self) -> None:  # noqa: B027
@@ -108,7 +108,7 @@ class InlineStepper(Stepper):
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._runs: list[Run] = []
-        """What steps it by direct calls of a kernel, and the parameters and state they are of."""
+        """They step it by direct calls of a kernel, as long as ``_held`` is current."""
         self._held: Held | None = None
 
     @property
@@ -164,7 +164,7 @@ def _held_by(optimizer: Optimizer) -> list[Any]:
 
 
 def _make_runs(optimizer: Optimizer, rule: FusedRule) -> Iterator[Run]:
-    """Of each group's neighbours on one device."""
+    """A run for each stretch of a group's parameters on one device."""
     for number, group in enumerate(optimizer.param_groups):
         for device, some in groupby(group["params"], attrgetter("device")):
             params = list(some)

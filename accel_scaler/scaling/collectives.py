@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
-    """Whether ranks may hold different gradients of these: FSDP2, tensor and expert parallel. They
-    are DTensors then."""
+    """Whether any of these is a DTensor (FSDP2, tensor or expert parallelism), so that ranks may
+    hold different gradients."""
     return any(hasattr(kind, "placements") for kind in set(map(type, parameters)))
 
 
@@ -28,7 +28,7 @@ def has_ranks() -> bool:
 def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
     """Give each DTensor gradient the placements of its parameter. A replicated parameter between
     sharded ones (a norm under sequence parallelism) gets partial sums, and only their sum is the
-    gradient. Communicates where there are any."""
+    gradient. Communicates where placements differ."""
     for p in parameters:
         grad = p.grad
         if hasattr(grad, "placements") and grad.placements != p.placements:
@@ -38,9 +38,9 @@ def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
 def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> bool:
     """Whether any rank found an overflow; ``found_inf``: whether this one did.
 
-    ``sharded``: each rank holds other gradients (FSDP). Then this communicates on ``device`` and
-    synchronises with it and the other ranks. Else nothing is sent: after DDP's all-reduce an inf
-    or NaN of one rank stands in every rank's gradients.
+    ``sharded``: ranks hold different gradients (FSDP). Then this communicates on ``device`` and
+    synchronises with it and the other ranks. Else nothing is sent: DDP's all-reduce has brought an
+    inf or NaN of one rank into every rank's gradients.
     """
     if not (sharded and has_ranks()):
         return found_inf
@@ -55,8 +55,8 @@ def is_rank_0(group: Any = None) -> bool:
 
 
 def of_rank_0(number: int, device: torch.device, group: Any = None) -> int:
-    """The number that rank 0 of ``group`` gives. Communicates on ``device``, and synchronises with
-    it."""
+    """The ``number`` of rank 0 of ``group``, on every rank. Communicates on ``device``, and
+    synchronises with it."""
     if not has_ranks():
         return number
     answer = torch.full((), number, dtype=torch.int64, device=device)
@@ -65,8 +65,8 @@ def of_rank_0(number: int, device: torch.device, group: Any = None) -> int:
 
 
 def add_norms(norm: float, device: torch.device) -> float:
-    """The 2-norm of what all ranks hold, from that of this rank's part. Communicates on
-    ``device``."""
+    """The 2-norm of what all ranks hold; ``norm``: of this rank's part. Communicates on
+    ``device``, and synchronises with it."""
     square = torch.full((), norm, dtype=torch.float64, device=device) ** 2
     if dist.is_initialized():
         dist.all_reduce(square)
@@ -74,7 +74,7 @@ def add_norms(norm: float, device: torch.device) -> float:
 
 
 def gather_objects(value: T, device: torch.device) -> list[T]:
-    """``value`` of every rank, in their order; it is pickled. Communicates on ``device``, and
+    """Every rank's ``value``, pickled on the way, in rank order. Communicates on ``device``, and
     synchronises with it and with the other ranks."""
     answers: list[Any] = [None] * dist.get_world_size()
     with torch.get_device_module(device.type).device(device) if device.index else nullcontext():

@@ -18,15 +18,15 @@ class GradNorm:
 
     parameters: Sequence[Tensor]
     total: Tensor | float
-    """Norm of all, unscaled."""
+    """Norm of all of them together, unscaled."""
     each: Tensor | None = None
-    """2-norm of each, unscaled, float32, shape (n,); on the host once ``total`` is."""
+    """2-norm of each, unscaled, float32, shape (n,); on the host once ``total`` is a float."""
     max_norm: float | None = None
     """None: a check, which clips nothing."""
     ids: list[int] | None = None
-    """Of ``parameters``, where they are known already."""
+    """The ``id`` of each of ``parameters``, where these were made already."""
     norm_type: float = 2.0
-    """Of ``total``."""
+    """``total`` is the norm of this order."""
 
     @cached_property
     def keys(self) -> frozenset[int]:
@@ -50,8 +50,8 @@ class GradNorm:
 
 
 class GradNorms:
-    """All norms of one window. Iterates over those of disjoint parameters: clips before checks,
-    those of many parameters before those of few, early ones before late ones."""
+    """All norms of one window. Iteration yields norms of disjoint sets of parameters: it takes
+    clips before checks, then large sets before small ones, then early norms before late ones."""
 
     def __init__(self) -> None:
         self._taken: list[GradNorm] = []
@@ -66,14 +66,14 @@ class GradNorms:
                 yield measure
 
     def add(self, new: GradNorm) -> None:
-        """Add a norm. A clip takes the norm of each over from the check just before it."""
+        """Add a norm. A clip takes ``each`` from a check of the same parameters just before it."""
         last = self._taken[-1] if self._taken and new.each is None else None
         if last is not None and last.max_norm is None and last.keys == new.keys:
             new.each, new.ids, new.parameters = last.each, last.ids, last.parameters
         self._taken.append(new)
 
     def of(self, parameters: Iterable[Tensor]) -> float | None:
-        """The first 2-norm taken of all of these together, perhaps with more; None: none was."""
+        """The first 2-norm of these ``parameters``, perhaps with others; None: there is none."""
         wanted = set(map(id, parameters))
         taken = (m for m in self._taken if m.norm_type == 2.0 and wanted <= m.keys)
         found = next(taken, None)
@@ -91,7 +91,7 @@ class GradNorms:
 
     @property
     def clips(self) -> list[GradNorm]:
-        """Those of clips, in the order they came; some may have the same parameters."""
+        """Norms of clips, in the order they came; some may be of the same parameters."""
         return [m for m in self._taken if m.max_norm is not None]
 
     @property
@@ -110,8 +110,8 @@ class GradNorms:
 
     @property
     def clip(self) -> tuple[float | None, float | None]:
-        """``max_norm`` and coefficient of the clip that took most, where several of the same
-        parameters count as one; None: there was none."""
+        """``max_norm`` and coefficient of the clip with the smallest coefficient, where several of
+        the same parameters count as one; (None, None): there was none."""
         limits: dict[frozenset[int], float] = {}
         products: dict[frozenset[int], float] = {}
         for m in self.clips:

@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
 
     *Threads.* The thread that calls :meth:`scale` first in a window is the training thread; only
     it may call :meth:`update`. Another thread may call :meth:`unscale_` and :meth:`step` on that
-    window, or, through :meth:`bind`, on the one that was open at that call.
+    window, or, in a job made by :meth:`bind`, on the window that was open when it was made.
 
     *Cost.* :meth:`scale`, :meth:`unscale_` and :meth:`update` do not synchronise with the device
     (``update`` does with ``hysteresis`` above 1 or ``max_consecutive_skips``). :meth:`step`
@@ -65,14 +65,14 @@ class GradScaler(torch.amp.GradScaler):
             ``torch.accelerator``, else the CPU.
         enabled: False: no scaling; :meth:`step` steps, everything else does nothing.
 
-    The others are the fields of :class:`ScalerConfig` with these names.
+    The other arguments are the fields of :class:`ScalerConfig` with these names.
 
     Raises:
         ConfigError: an argument out of its range, naming it and what is allowed.
     """
 
     sharded: bool = False
-    """Ranks hold different gradients, whatever the parameters say, so they agree on a verdict."""
+    """Ranks hold different gradients, though no DTensors, and so have to agree on a verdict."""
     _growth_tracker: Tensor | None
 
     def __init__(
@@ -122,8 +122,8 @@ class GradScaler(torch.amp.GradScaler):
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose gradients :meth:`get_overflow_flag` reads."""
         self._leaves: list[weakref.ref[Tensor]] = []
-        """Until an optimizer is known: the parameters that the window's outputs lead to. Dropped
-        with the window, since torch swaps no parameter that has a weak reference."""
+        """Until an optimizer is known: the parameters that a backward from the window's outputs
+        reaches. Dropped with it, since torch swaps no parameter that has a weak reference."""
         self.has_room: Callable[[], bool] = always
         """Asked by :meth:`close_window` before the scale grows."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]]
@@ -164,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale. Opens a
         window if none is open. Returns ``outputs`` itself where scaling is disabled. Does not
-        synchronise."""
+        synchronise, unless a boundary has to look at gradients that an earlier call has left."""
         opens = self._enabled and self._windows.bound is None
         if opens:
             window = self.open_window()
@@ -198,8 +198,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients in place by the scale of their window.
 
-        Checks them for inf and NaN on the way. Once for each optimizer and window, after all
-        of its gradients have accumulated. Does not synchronise.
+        Checks them for inf and NaN on the way. Call it once for each optimizer and window, after
+        all gradients have accumulated. Synchronises only where optimizers share parameters.
 
         Raises:
             RuntimeError: called twice, or after :meth:`step`, in one window.
@@ -255,7 +255,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: called twice in one window, or with ``closure=``.
-            AssertionError: before any :meth:`scale`, or an optimizer without gradients.
+            AssertionError: before any :meth:`scale`, or no gradients and not fused, as in torch.
         """
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
@@ -347,16 +347,16 @@ class GradScaler(torch.amp.GradScaler):
     def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Callable[[], T]:
         """Tie ``fn`` to the open window, so that another thread can run it later, once.
 
-        The gradients of ``optimizers`` are checked here, so that :meth:`update` straight after has
-        its verdict and never waits. Inside ``fn``, ``unscale_``, ``step`` and ``get_scale`` mean a
-        window of the job's own, with the scale and the verdict of this one as host numbers. Leave
-        these gradients alone until the job has run.
-
-        Synchronises with the device, and with the other ranks where they hold other gradients.
+        The gradients of ``optimizers`` are checked here, so that an :meth:`update` straight after
+        this has the verdict and never waits. Inside ``fn``, ``unscale_``, ``step``, ``get_scale``
+        work on a window of the job's own, with the scale and the verdict of this one as host
+        numbers. Leave these gradients alone until the job has run. Synchronises with the device,
+        and with the other ranks where they hold different gradients.
 
         Raises:
             ConfigError: no optimizer given.
             AssertionError: before any :meth:`scale`.
+            OrderError: no window is open.
         """
         if not optimizers:
             raise ConfigError("bind: got no optimizer, expected each one that the function steps.")
@@ -391,15 +391,15 @@ class GradScaler(torch.amp.GradScaler):
 
     @untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Close the window: back off after an overflow, else count towards growth.
+        """Close the window: back off after an overflow, else count towards growth. Synchronises
+        only with ``new_scale``, ``hysteresis`` > 1 or ``max_consecutive_skips``.
 
         Args:
             new_scale: set the scale to this instead, a number or a one-element tensor; it is kept
-                within the bounds. Synchronises.
-
-        Else does not synchronise on a GPU unless ``hysteresis`` > 1 or ``max_consecutive_skips``.
+                within the bounds.
 
         Raises:
+            ConfigError: ``new_scale`` is no number above 0.
             OrderError: (a ``RuntimeError``) on another thread than the training thread.
             AssertionError: before any :meth:`scale`, or nothing was checked in this window.
             OverflowStreakError: too many skips in a row; the scale has been updated.
@@ -462,7 +462,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def has_begun(self) -> bool:
-        """Its scale comes from training: it has scaled a loss, or loaded a state."""
+        """Whether its scale comes from training: it has scaled a loss, or loaded a state."""
         return self._live is not None or self._was_loaded
 
     @untraced
@@ -499,7 +499,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def window_scale(self) -> float:
-        """The scale of the open window or the one closed last; else as :meth:`get_scale`."""
+        """The scale of :attr:`window`, as it was before a boundary updated it."""
         before = self.window.before
         return self.get_scale() if before is None else before.scale
 
@@ -558,8 +558,8 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
 
         For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
-        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is passed by.
-        Zero the gradients; what a boundary steps is else brought to the new scale. Synchronises.
+        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is ignored. Zero
+        the gradients: those that a boundary steps are else rescaled to the new scale. Synchronises.
 
         Raises:
             ConfigError: a factor outside (0, 1).
@@ -619,8 +619,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Call it again for each further optimizer of the window: the update starts over from
         where the window began, with all verdicts so far, so that a window updates the scale
-        once. :meth:`unscale_` keeps dividing by the window's own scale. A spike moves no scale;
-        where scaling is disabled it is always 1. Does not synchronise.
+        once. :meth:`unscale_` keeps dividing by the window's own scale. A spike moves no scale, and
+        a disabled one stays 1. Synchronises only where others were unscaled by hand.
         """
         with self._lock:
             window = self.window
@@ -663,7 +663,7 @@ class GradScaler(torch.amp.GradScaler):
         return list(self._managed)
 
     def _next_window(self) -> None:
-        """Leave the window; bring gradients that it has not stepped to the scale of the next."""
+        """Leave the window; rescale gradients that were not stepped in it to the next scale."""
         left = self._windows.next()
         self._leaves = []
         self.parameter_names.next_window()
@@ -687,14 +687,14 @@ class GradScaler(torch.amp.GradScaler):
             multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
 
     def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
-        """Refuse that the next window's gradients are added to these, unless they are zeroed."""
+        """Let the next window refuse to add to these gradients, unless they are zeroed first."""
         if self._enabled and not Snapshot(parameters_of(optimizer)).is_zero:
             self.window.record(optimizer).carried_over = why
 
     def _start_over_where_dropped(self, window: Window) -> None:
         """Forget optimizers whose unscaled gradients are gone or zero (a batch was dropped after a
-        look at its norm), on every rank alike; remember others': scaled ones must not be added. In
-        a plain loop, without a boundary, that is left to the caller, as in torch."""
+        look at its norm), on every rank alike. Remember those of the others: no scaled gradients
+        may be added to them. Without a boundary that is left to the caller, as in torch."""
         for optimizer in self.managed:
             record, params = window.known(optimizer), parameters_of(optimizer)
             if record is not None and record.carried_over and Snapshot(params).is_zero:
@@ -721,7 +721,7 @@ class GradScaler(torch.amp.GradScaler):
         """Load a state dict of this class or of ``torch.amp.GradScaler``. No-op if disabled.
 
         Raises:
-            ConfigError: an entry that is missing or no number, or a scale of 0 without
+            ConfigError: an entry that is missing or no number, or a scale not above 0 without
                 ``min_scale`` to raise it; nothing has been changed.
             RuntimeError: an empty dict (from a disabled scaler).
         """
@@ -761,8 +761,8 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def call_when_loaded(self, method: Callable[[dict[str, Any]], None]) -> None:
-        """Call this bound method, held weakly, with each state that :meth:`load_state_dict` loads;
-        for an integration that fills ``extra``."""
+        """Call this bound method, held weakly, with each state that :meth:`load_state_dict` has
+        loaded; for an integration that fills ``extra``."""
         self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -784,8 +784,8 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 def nothing_found(optimizer: Optimizer) -> Tensor | None:
-    """``found_inf`` for finite gradients: None for torch's own optimizers, which then save a pass;
-    for others the zero that torch gives them, float32, shape ()."""
+    """``found_inf`` for finite gradients: None for torch's own optimizers, whose kernels then save
+    a pass; for others the zero that torch's scaler gives them, float32, shape ()."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return None
     params = parameters_of(optimizer)

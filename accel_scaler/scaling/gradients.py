@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
-"""Elements from which a gradient is read by itself, after all smaller ones."""
+"""Elements from which a gradient on a CPU is read by itself, after all smaller ones."""
 
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 """Dtypes in which an update would be lost to rounding."""
@@ -91,16 +91,16 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
 
     With a power-of-two scale the total equals, bit for bit, what
     ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
-    small gradients are read first and large ones one by one, because an overflow in the backward
-    reaches the biases and norms of every earlier layer: a skipped window costs little then.
+    small gradients are read first and large ones one by one: an overflow in the backward reaches
+    the biases of every earlier layer, so that a skipped window costs little.
 
     Args:
         grads: uniform gradients (see :func:`is_uniform`), scaled.
         inv_scale: reciprocal of their scale, float32, shape (), on their device.
         keep_each: return the norm of each gradient, too.
 
-    Returns no ``total`` when an overflow was found, or when a gradient's own norm leaves float32's
-    range though its elements are finite (then ``overflowed`` is empty). Synchronises once.
+    Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
+    all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
     """
     stacked, suspects = _norms_until_nonfinite(grads)
     if stacked is not None:
@@ -116,7 +116,7 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
 
 
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
-    """Norm of each, shape (n,); or None and indices of the first that are not finite."""
+    """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
     cpu = grads[0].device.type == "cpu"
     sizes = list(map(Tensor.numel, grads))
     small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
@@ -213,7 +213,7 @@ def has_nonfinite_gradient(param: Tensor) -> bool:
 
 
 def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
-    """Up to ``MAX_NAMED`` parameters with a non-finite gradient, small ones first."""
+    """Up to ``MAX_NAMED`` parameters with a non-finite gradient, small first. Synchronises."""
     by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
     return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MAX_NAMED))
 
@@ -228,8 +228,8 @@ def unscale_in_place(
         inv_scale, found_inf: float32, shape (); copied to each device that gradients are on.
 
     Returns a flag for each device: above 0 where some element was not finite. Does not
-    synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16,
-    which that kernel does not take on every device, goes without it, but for DTensors.
+    synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16
+    gradients other than DTensors do not use that kernel: not every device has it for them.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
@@ -254,7 +254,7 @@ def unscale_in_place(
 
 @torch.no_grad()
 def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
-    """Multiply each by ``factor``, which torch's kernels take in float32 at least. Does not
+    """Multiply each by ``factor``; torch's kernels compute in float32 at least. Does not
     synchronise."""
     for grad in grads:
         held = local(grad)
@@ -263,8 +263,8 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
 
 
 def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, shape (); of low precision in float32. A DTensor
-    where they are."""
+    """The norm of all gradient elements together, shape (); float32 for those of low precision,
+    a DTensor for DTensors."""
     grads = [_values(g) if g.is_sparse else g for g in gradients_of(parameters)]
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
         total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)

@@ -6,15 +6,15 @@ from torch import Tensor
 
 
 class HostMirror:
-    """Saves the host from asking the device for two numbers that it has itself written last."""
+    """Spares the host a question to the device for two numbers that the host wrote last."""
 
     def __init__(self) -> None:
         self._tensors: tuple[Tensor, Tensor] | None = None
         self._versions = (0, 0)
-        """Of the tensors, when ``_numbers`` were theirs."""
+        """Versions of the tensors when they last held ``_numbers``."""
         self._numbers = (0.0, 0)
         self._unwritten: tuple[Tensor, Tensor, tuple[float, int]] | None = None
-        """What an interrupt has kept :meth:`write` from completing."""
+        """The arguments of a :meth:`write` that an interrupt has left incomplete."""
 
     def read(self, scale: Tensor, tracker: Tensor) -> tuple[float, int]:
         """Scale and tracker. Synchronises only if the tensors were written to elsewhere."""

@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from .gradients import local
 
 MAX_LOSSES = 1024
-"""Of one window that are remembered."""
+"""Losses of one window that are remembered."""
 
 _streams_of = cache(streams_of)
 
@@ -24,10 +24,10 @@ class Losses:
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
-        """Shape (); of what is no real number, or not all on this rank, whether it is finite."""
+        """Each loss, shape (); for a shard, or what is no single real number: is it finite?"""
         self._are_numbers = True
         self._sent: tuple[Tensor, Any] | None = None
-        """Pinned memory, and the event after which their sum is in it."""
+        """Pinned memory, and the event after which the sum of the losses is in it."""
 
     def note(self, losses: Iterable[Tensor]) -> None:
         """Remember some more. Does not synchronise."""
@@ -60,9 +60,9 @@ class Losses:
 
     def total(self) -> float | None:
         """The loss whose gradient the window has: the sum of all, on this rank. Accelerate divides
-        each by ``gradient_accumulation_steps``, so that of a full window is the mean over its
-        micro-batches. Waits for what :meth:`send` has sent; synchronises where nothing was. None
-        without a loss, or with one that is no single real number."""
+        each by ``gradient_accumulation_steps``, so in a full window the sum is the mean over the
+        micro-batches. Waits for the copy that :meth:`send` began; else synchronises. None without a
+        loss, with one that is no single real number, or with more than ``MAX_LOSSES``."""
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()

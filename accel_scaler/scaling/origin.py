@@ -13,19 +13,19 @@ Pair = tuple[float, float]
 class Origin:
     """Where an overflow began.
 
-    ``input`` and ``output`` are ``(lo, hi)``, NaN in both where there was a NaN, None where
-    nothing was seen. In a forward: of the module's input and output. In a backward: ``output`` is
-    the gradient that came in (with respect to the module's output), ``input`` the one that went
-    out. For a parameter: the module's input, and the gradient with respect to its output. For a
-    loss: ``output`` is the loss.
+    ``input`` and ``output`` are the smallest and the largest element, ``(lo, hi)``: both NaN where
+    there was a NaN, None where nothing was seen. For a forward: of the module's input and output.
+    For a backward: ``output`` is the gradient with respect to the module's output, ``input`` that
+    with respect to its input. For a parameter: the module's input, and the gradient with respect to
+    its output. For a loss: ``output`` is the loss.
     """
 
     where: str
     """``"forward"``, ``"loss"``, ``"backward"`` or ``"parameter"``."""
     module: str
-    """Its name in the model; ``""`` for the model itself, and for code outside of it."""
+    """The module's name in the model; ``""`` for the model itself, and for code outside of it."""
     cls: str
-    """Class of the module; the dtype of a loss; ``"loss"`` for code between model and loss."""
+    """The module's class; a loss's dtype; ``"loss"`` for code between model and loss."""
     micro_batch: int
     """Number of the backward in its window, from 0."""
     input: Pair | None
@@ -40,7 +40,7 @@ class Origin:
 
     @property
     def is_of_data(self) -> bool:
-        """A forward was given what is not finite."""
+        """Whether the input of a forward was not finite already."""
         given = self.input or ()
         return self.where == "forward" and not all(map(math.isfinite, given))
 

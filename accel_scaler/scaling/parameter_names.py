@@ -20,10 +20,10 @@ class ParameterNames:
 
     def __init__(self) -> None:
         self.version = 0
-        """Grows when there are more names to be had."""
+        """Grows with each module that is added."""
         self._modules: list[weakref.ref[Module]] = []
         self._found: dict[int, str] | None = None
-        """What :meth:`by_id` has found in this window."""
+        """What :meth:`by_id` has found in this window; None: it has not looked yet."""
 
     def __reduce__(self) -> tuple[type[ParameterNames], tuple[()]]:
         return ParameterNames, ()
@@ -40,13 +40,13 @@ class ParameterNames:
             self.version += 1
 
     def parameters(self) -> list[Tensor]:
-        """Of all known modules, each one once; without those that no forward has made yet."""
+        """Those of all known modules, each once; without lazy ones that no forward has made yet."""
         modules = [module for ref in self._modules if (module := ref()) is not None]
         found = {id(p): p for module in modules for p in module.parameters() if not is_lazy(p)}
         return list(found.values())
 
     def of(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
-        """A name for each parameter: the module's, the optimizer's, or its place and shape."""
+        """A name for each parameter, once: the module's, the optimizer's, or place and shape."""
         if not (wanted := {id(p): p for p in params}):
             return []
         found = dict(self.by_id())

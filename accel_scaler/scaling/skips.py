@@ -13,8 +13,8 @@ from .parameter_names import MAX_NAMES
 logger = logging.getLogger("accel_scaler")
 
 WARNS_AT = 30
-"""Skips in a row at which a run without a limit is warned of; again at ten times as many, and so
-on. The first search for a scale takes 16 from the usual 65536 down to 1."""
+"""Skips in a row after which a warning is logged where there is no limit; again after ten times as
+many, and so on. The first search for a scale takes 16 skips from the usual 65536 down to 1."""
 
 
 class SkipStreak:
@@ -24,11 +24,11 @@ class SkipStreak:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.names: Counter[str] = Counter()
-        """Tensors with non-finite gradients in this run, and in how many windows."""
+        """By name: in how many windows of this run a tensor had a non-finite gradient."""
         self.origin = ""
-        """One sentence on where the last overflow began, set by an observer that found out."""
+        """One sentence on where the last overflow began, set by an observer that has found it."""
         self.cause: Callable[[], str] = str
-        """Where they begin and what helps, of an observer that knows more; "" where none does."""
+        """Set by an observer: returns where the overflows begin and what helps; "": not known."""
         self._warns_at = 0
         self._forget()
 
@@ -36,12 +36,12 @@ class SkipStreak:
         return vars(self) | {"cause": str}  # the observer stays behind
 
     def wants_names(self, skips: int) -> bool:
-        """Whether a skip after ``skips`` others is warned of, or ends the run: then names are worth
-        reading every gradient once more."""
+        """Whether one more skip after ``skips`` others logs a warning or ends the run: only then
+        are names worth another read of every gradient."""
         return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
 
     def check(self, skips: int, get_scale: Callable[[], float] | None) -> None:
-        """Warn of a long run, end one that is over its limit by ``OverflowStreakError``.
+        """Log a warning of a long run; raise ``OverflowStreakError`` for one over its limit.
 
         Args:
             skips: windows in a row that were skipped; 0: the run is over.

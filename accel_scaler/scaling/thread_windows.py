@@ -1,4 +1,4 @@
-"""Which window a thread means: the open one, the last one, or that of its job."""
+"""Which window a thread works on: the open one, the last one, or that of its job."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ThreadWindows:
 
     def __init__(self) -> None:
         self.open = Window()
-        """The open window; after its end that one, until the next is opened."""
+        """The open window; a closed one stays here until :meth:`next`."""
         self._last: Window | None = None
         self._local = threading.local()
         self._jobs: WeakKeyDictionary[Window, threading.Event] = WeakKeyDictionary()
-        """Under the window of each bound job that is referenced: set when it has run."""
+        """For the window of each bound job that is still referenced: set once the job has run."""
 
     @property
     def bound(self) -> Window | None:
@@ -58,7 +58,7 @@ class ThreadWindows:
             self._local.window, self._local.stepping = outer
 
     def to_step(self) -> Window | None:
-        """The window meant by an unscale or a step on this thread; None: the open one. Between
+        """The window that an unscale or a step on this thread works on; None: the open one. Between
         windows another thread still works on the last one, whose gradients it holds."""
         if self.bound is not None:
             return self.bound
@@ -68,7 +68,7 @@ class ThreadWindows:
         return last if last is not None and last.opened_by != threading.get_ident() else None
 
     def next(self) -> Window:
-        """Leave the window, which is returned; a step of another thread still finds it."""
+        """Leave the open window and return it; a step of another thread still finds it."""
         left = self.open
         if left.opened_by is not None:
             left.let_go()
@@ -77,7 +77,7 @@ class ThreadWindows:
         return left
 
     def bind(self, fn: Callable[[], T], window: Window) -> Callable[[], T]:
-        """``fn``, to be run once on any thread, where calls mean ``window`` then."""
+        """``fn`` as a job, to be run once on any thread; calls inside it mean ``window``."""
         done = self._jobs[window] = threading.Event()
 
         def job() -> T:
@@ -102,7 +102,7 @@ class ThreadWindows:
                 )
 
     def forbid_other_thread(self, call: str) -> None:
-        """Raise ``OrderError`` on another thread than the one that has opened the window."""
+        """Raise ``OrderError`` in a job, or on a thread that has not opened the window."""
         owner = self.open.opened_by
         if self.bound is not None or (owner is not None and owner != threading.get_ident()):
             raise OrderError(

@@ -18,13 +18,13 @@ class ScaleState:
     """What the rule carries from one window to the next."""
 
     scale: float
-    """Loss scale; always exactly a float32."""
+    """Loss scale; exactly a float32 once a loss was scaled."""
     growth_tracker: int
     """Windows in a row without overflow since the last growth or overflow."""
     consecutive_skips: int = 0
-    """Windows in a row that overflowed, whatever spikes were between them."""
+    """Windows in a row that overflowed; spikes between them do not end the row."""
     spikes: int = 0
-    """Windows among the skipped ones since the last step that were skipped for their norm."""
+    """Windows skipped for their norm since the last one that was not skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Rule:
         """The state after a window whose gradients did (``found_inf``) or did not overflow.
 
         Args:
-            has_room: asked where a growth is due, whether it is made; else the count starts again.
+            has_room: asked where growth is due; False: the scale stays, the count starts again.
         """
         if found_inf:
             skips = state.consecutive_skips + 1

@@ -23,7 +23,7 @@ from .update_rule import ScaleState
 HOST = torch.device("cpu")
 
 UNSCALED = "sat out the window before with gradients in it, which are unscaled"
-"""What is wrong with some gradients, after the name of their optimizer."""
+"""A reason of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
 
 
 def stepped(optimizer: Any) -> Any:
@@ -65,15 +65,15 @@ class Snapshot:
 
 @dataclass(slots=True)
 class DeferredUnscale:
-    """What the update is still to do to finite gradients, in float32. Scalars, float32, shape ();
-    at most one of the first two is set."""
+    """What finite gradients are still to be multiplied or divided by in the update. All tensors
+    are float32, shape (); at most one of the first two is set."""
 
     multiply: Tensor | None = None
-    """Unscale and clip, as one product."""
+    """The reciprocal of the scale, times the coefficient of a clip of all."""
     divide: Tensor | None = None
-    """The same, left to torch's fused kernel (its ``grad_scale``)."""
+    """The reciprocal of that, for torch's fused kernel to divide by (its ``grad_scale``)."""
     clips: dict[int, Tensor] = field(default_factory=dict)
-    """Further factors by the ``id`` of parameters clipped apart. Empty beside ``divide``."""
+    """Further coefficients, by the ``id`` of the clipped parameter. Empty beside ``divide``."""
 
     def __bool__(self) -> bool:
         return self.multiply is not None or self.divide is not None
@@ -91,7 +91,7 @@ class DeferredUnscale:
             self.clips[id(p)] = products[before]
 
     def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The factor for the gradient of each."""
+        """The product of all factors for the gradient of each of ``parameters``."""
         common = 1.0 / self.divide if self.divide is not None else self.multiply
         if common is None:
             common = torch.ones((), dtype=torch.float32, device=HOST)
@@ -115,7 +115,7 @@ class DeferredUnscale:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it consists of."""
+        """Every tensor in it."""
         return [t for t in (self.multiply, self.divide, *self.clips.values()) if t is not None]
 
 
@@ -130,21 +130,21 @@ class OptimizerRecord(dict[str, Any]):
         self.count: int | None = None
         """The number of its parameters when they were unscaled or checked."""
         self.carried_over = ""
-        """Why its gradients from before the window must not be added to; "": they may."""
+        """Why nothing may be added to its gradients from before the window; "": it may."""
         self.is_carried = False
-        """It has such gradients, brought to the scale of this window."""
+        """It has gradients from before the window, rescaled to the scale of this one."""
         self.deferred = DeferredUnscale()
         """What is left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
-        """Gradients as they were when the caller got them back with something deferred."""
+        """Gradients as a clip gave them back to the caller, with something still deferred."""
         self.unscaled_before: Snapshot | None = None
-        """Gradients that were unscaled when another loss was scaled."""
+        """Gradients that were already unscaled when another loss was scaled."""
         self.looked_at: Snapshot | None = None
-        """Gradients that nothing has scaled, as checked: no call may announce a change."""
+        """Without scaling: gradients as they were checked, since a change needs no call of ours."""
         self.norm: float | None = None
         """The unscaled norm of its gradients on all ranks, before a clip, once it was asked for."""
         self.is_spike = False
-        """That norm is above ``skip_norm_above``."""
+        """Whether that norm is above ``skip_norm_above``."""
         self.overflowed: Sequence[Tensor] = ()
         """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
@@ -213,7 +213,7 @@ class Window:
     def __init__(self, index: int = 0) -> None:
         self.index = index
         self.opened_by: int | None = None
-        """Thread that called ``scale()`` first; None: no gradient was scaled yet."""
+        """``threading.get_ident()`` of the thread that opened it; None: it is not open yet."""
         self.scale: Tensor | None = None
         """The window's own scale once it may outlive the scaler's current one."""
         self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
@@ -227,22 +227,22 @@ class Window:
         self.clipped_values = False
         """Elements of some gradients were clipped: how large they were is not known."""
         self.before: ScaleState | None = None
-        """Set when the boundary has updated the scale: where the update started from."""
+        """The state from which the boundary has updated the scale; None: it has not yet."""
         self.found_inf = False
         self.is_spike = False
         """The norm of an optimizer's gradients was above ``skip_norm_above``."""
         self.origin: Origin | None = None
         """Where its overflow began, if an observer has found out."""
         self.healed: tuple[str, ...] = ()
-        """Modules that run in float32 from then on, for its overflow."""
+        """Modules that run in float32 since its overflow."""
         self.first_scale: float | None = None
-        """The scale at which gradients that were to be made again had overflowed."""
+        """The scale at which its gradients overflowed, before they were made again."""
         self.retries = 0
         """How often its gradients were made again."""
         self.retry_s = 0.0
-        """What that took, in seconds of host time."""
+        """How long the attempts took, in seconds of host time."""
         self.sealed = False
-        """A job's own: its verdict is known, no other optimizer may join."""
+        """It belongs to a job: its verdict is known, no other optimizer may join."""
 
     @property
     def is_skipped(self) -> bool:
@@ -265,19 +265,19 @@ class Window:
         return self.states.get(id(stepped(optimizer)))
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those whose gradients are unscaled already, for another optimizer."""
+        """Those of ``parameters`` whose gradients were unscaled in place already."""
         if not self.unscaled:
             return []
         return [p for p in parameters if id(p) in self.unscaled and p.grad is not None]
 
     def let_go(self) -> None:
-        """It is over: drop every parameter and gradient."""
+        """Drop every parameter and gradient: the window is over."""
         self.grad_norms = GradNorms()
         for record in self.states.values():
             record.let_go()
 
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
-        """At its end: those of ``optimizers`` that have not stepped in it, and why nothing may be
+        """When it ends: those of ``optimizers`` that have not stepped in it, and why nothing may be
         added to gradients that they still have; "" where these are scaled by its scale."""
         left = [each for each in optimizers if not self._is_done(each)]
         # What was stepped is unscaled for every other optimizer, too.
@@ -308,7 +308,7 @@ class Window:
         return own
 
     def forget(self, optimizer: Optimizer) -> None:
-        """``optimizer`` starts over: its gradients were dropped."""
+        """Forget what is known of ``optimizer``, whose gradients were dropped or changed."""
         gone = self.known(optimizer)
         self.states = defaultdict(
             OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}

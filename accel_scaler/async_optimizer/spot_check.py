@@ -25,8 +25,8 @@ MAX_WHOLE = 4096
 class SpotCheck:
     """Samples of parameters and of their masters, for those of ``pairs`` that have a master.
 
-    An edit of ``2 * STRIDE`` elements in a row is always found. An edited tensor is compared whole
-    from then on: a clamp in each window often writes to few elements.
+    An edit of ``STRIDE`` elements in a row is always found. An edited tensor is compared whole from
+    then on: a clamp in each window often writes to few elements.
     ``edited`` has the ``id`` of each; :meth:`find` adds to it.
     """
 
@@ -88,4 +88,4 @@ def _sample(t: Tensor) -> Tensor:
     """Elements of a dense tensor, in its memory's order: shape (n, RUN) of a large one, or (n,)."""
     if t.numel() <= MAX_WHOLE:
         return flat(t)
-    return t.as_strided((t.numel() // STRIDE, RUN), (STRIDE, 1))
+    return t.as_strided(((t.numel() - RUN) // STRIDE + 1, RUN), (STRIDE, 1))

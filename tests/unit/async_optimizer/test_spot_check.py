@@ -39,12 +39,14 @@ def test_the_pair_that_was_edited_is_found(pairs: list[ParameterPair], place: in
     assert check.find() == []
 
 
-def test_any_run_of_so_many_elements_is_found(pairs: list[ParameterPair]) -> None:
-    check, flat = check_of(pairs), pairs[3].param.data.view(-1)
-    for start in range(0, flat.numel() - 2 * STRIDE, 997):
+@pytest.mark.parametrize("size", [100 * STRIDE, MAX_WHOLE + 1, 3 * STRIDE + RUN - 1])
+def test_any_run_of_so_many_elements_is_found(size: int) -> None:
+    pair = ParameterPair(nn.Parameter(torch.zeros(size, dtype=torch.float16)), 0)
+    check, flat, last = check_of([pair]), pair.param.data, size - STRIDE
+    for start in (*range(0, last, 997), last):
         flat[start : start + STRIDE].fill_(7.0)
-        assert check.find() == [pairs[3]]
-        pairs[3].refresh()
+        assert check.find() == [pair], start
+        pair.refresh()
 
 
 def test_one_element_of_a_large_tensor_is_found_once_another_edit_was(

@@ -52,12 +52,12 @@ MAX_LINES = {
     "scaling": 2_247,
     "optimizer_step": 2_023,
     "async_optimizer": 4_942,
-    "integrations": 1_393,
+    "integrations": 1_395,
     "overflow": 2_792,
-    "telemetry": 1_502,
+    "telemetry": 1_501,
     "report": 1_092,
-    "launch": 493,
-    "selftest": 720,
+    "launch": 494,
+    "selftest": 718,
     "": 973,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.

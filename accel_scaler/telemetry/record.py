@@ -31,7 +31,7 @@ Names = tuple[str, ...]
 FORMAT = 2
 """Version of the file format; no other one is read."""
 FIRST_BYTES = b'{"kind":"start"'
-"""Of a file; where it was cut off in its first line, of that."""
+"""The first bytes of a file, also of one that was cut off in its first line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of ``FACTS`` those that are known."""
+    """Those of ``FACTS`` that are known."""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The settings other than their defaults, ``telemetry`` apart."""

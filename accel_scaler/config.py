@@ -141,7 +141,7 @@ class ScalerConfig:
         growth_factor: Factor on the scale after growth_interval windows without overflow.
         backoff_factor: Factor on the scale after a window that overflowed.
         growth_interval: Windows in a row without overflow after which the scale grows.
-        enabled: Whether the loss is scaled. False: GradScaler only calls optimizer.step().
+        enabled: Scale the loss. False: GradScaler only calls optimizer.step().
         min_scale: Lower bound of the scale. None: no bound, as in torch.
         max_scale: Upper bound of the scale. None: that of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
@@ -160,7 +160,7 @@ class ScalerConfig:
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
             masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
             auto: fp32 for float16, in an fp16 run for bfloat16, too. offload and delayed: all fp32.
-        optimizer_threads: Threads of the optimizer's CPU kernels off the training thread, whatever
+        optimizer_threads: CPU threads of an optimizer that steps on a second thread, whatever
             OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
         fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. Then .grad stays
             scaled between a clip and the step, and an active clip may differ by one rounding.
@@ -178,7 +178,7 @@ class ScalerConfig:
             watch every module in every window (slow). off: name parameters only. auto: replay with
             heal or retry; else watch after six overflows in a row, or after the first with
             telemetry or max_consecutive_skips.
-        heal: Run the smallest module that overflows at every scale in float32, and save its name.
+        heal: Run in float32 the smallest module that overflows at every scale; save its name.
         fp32_modules: Modules that run in float32 under autocast: globs on the names of
             model.named_modules(), such as '*.wo' or 'transformer.h.3.mlp', separated by commas in a
             text. A glob without a match is an error.

@@ -29,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             about = f"{spec.metadata['help']} Default: {default}."
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
-        about = (f"Set {name} to false (default: true). " if default else "") + ABOUT[name]
+        about = (f"Set {name} to false. True, the default: " if default else "") + ABOUT[name]
         for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
             text, shown = str(value).lower(), argparse.SUPPRESS if value is default else about
             group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)

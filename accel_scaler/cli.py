@@ -55,16 +55,16 @@ def _run(argv: list[str]) -> int:
         return ask(argv[1:])
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
-        description="The optimizer step of Accelerate, checked: launch a script, report a run.",
+        description="Check Accelerate's optimizer step: launch a script, report on its run.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
-    commands.add_parser("config", help="ask for a few settings of launch, and write them")
-    testing = commands.add_parser("test", help="try it on this machine; run this first")
-    reporting = commands.add_parser("report", help="make a page of a telemetry file")
+    commands.add_parser("config", help="ask for a few settings, and write them to a file")
+    testing = commands.add_parser("test", help="try the package on this machine; run this first")
+    reporting = commands.add_parser("report", help="make a page from a telemetry file")
     if argv[:1] == ["report"]:
         from . import report
 

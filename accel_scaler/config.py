@@ -88,7 +88,7 @@ THREADS = Kind(
     lambda text: "auto" if text.strip().lower() == "auto" else int(text),
 )
 NORM = Kind(
-    "a number > 0, or a factor of at least 1 on the median, as '4x'",
+    "a number > 0, or a factor of at least 1 on the median, such as '4x'",
     lambda value: is_positive(value) or (is_factor(value) and float(value[:-1]) >= 1.0),
     lambda text: text.strip() if is_factor(text.strip()) else float(text),
 )
@@ -141,50 +141,50 @@ class ScalerConfig:
         growth_factor: Factor on the scale after growth_interval windows without overflow.
         backoff_factor: Factor on the scale after a window that overflowed.
         growth_interval: Windows in a row without overflow after which the scale grows.
-        enabled: False: no scaling; step calls the optimizer, the rest does nothing.
+        enabled: Scale the loss. False: GradScaler only calls optimizer.step().
         min_scale: Lower bound of the scale. None: no bound, as in torch.
         max_scale: Upper bound of the scale. None: that of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
-        sharded: Ranks hold different gradients, by hand (DTensors and FSDP are detected): they
-            agree on each verdict by one all-reduce a window.
-        step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on the
-            optimizer thread, and each parameter's next use waits for it. delayed: on the optimizer
-            thread, published one step late (see delay_compensation). auto: sync or overlap, whose
-            numbers are the same: some windows in each are timed, then the faster one is used.
-        delay_warmup_steps: delayed: the first N steps run as overlap; a resumed run counts on.
-        delay_compensation: delayed: what the forward sees of an update before it is published.
-            preview: the update as it would be without its gradient, plus the gradient's own share.
+        sharded: Ranks hold different gradients by sharding of your own (DTensors and FSDP are
+            detected): they agree on each skip by one all-reduce a window.
+        step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a second
+            thread, and each parameter's next use waits for it. delayed: on a second thread; the
+            model gets each update one step late (see delay_compensation). auto: sync or overlap,
+            whose numbers are the same: both are timed in this run, then the faster one is used.
+        delay_warmup_steps: With delayed: run the first N steps as overlap; a resumed run counts on.
+        delay_compensation: With delayed: what the model gets of an update in time. preview: the
+            update as it would be without its gradient, plus a simpler step along that gradient.
             none: nothing. auto: a preview where there is one for the optimizer, else none.
         offload: Where the optimizer's state is kept and updated. none: with the parameters. cpu: in
             host memory, with float32 master weights.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
-            masters, saved with the optimizer. none: in place (bfloat16 only: 8 bits of each update
-            are kept). auto: fp32 where the loss is scaled. offload and delayed give all masters.
-        optimizer_threads: Threads of the optimizer's CPU kernels off the training thread, whatever
+            masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
+            auto: fp32 for float16, in an fp16 run for bfloat16, too. offload and delayed: all fp32.
+        optimizer_threads: CPU threads of an optimizer that steps on a second thread, whatever
             OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
-        fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. There .grad stays
+        fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. Then .grad stays
             scaled between a clip and the step, and an active clip may differ by one rounding.
         skip_nonfinite: Skip a window with inf or NaN in its gradients. False: step, as stock does
-            in bf16 and fp32; in fp16 it is skipped always.
-        skip_norm_above: Skip a window whose gradient norm, unscaled and before clipping, is above
-            this number, or, as '4x', above so many times the median of the last 128 windows' norms.
-        max_consecutive_skips: Skipped windows in a row that are allowed; one more raises.
+            in bf16 and fp32; refused in fp16, where such windows are how the scale is found.
+        skip_norm_above: Skip an optimizer step whose gradient norm (unscaled, before clipping) is
+            above this number; '4x': above 4 times the median of the norms of the last 128 steps.
+        max_consecutive_skips: How many optimizer steps in a row may be skipped; one more raises.
         on_overflow: What becomes of a window whose gradients overflow. skip: it is lost. retry: its
-            forwards and backwards run again, at lower scales, and it steps.
+            forwards and backwards run again at lower scales, and the optimizer steps.
         growth_headroom: With retry the scale grows only while the largest gradient since the last
             growth leaves room for it. False: whenever growth_interval says so, as with skip.
-        find_overflow: How the module is found in which an overflow began. replay: the skipped
-            window runs again; parameters, buffers and random state are restored, nothing else is.
-            always: every window is watched (slow). off: only names of parameters. auto: replay with
-            heal or retry; else watch after six overflows in a row, with telemetry or
-            max_consecutive_skips after the first.
-        heal: Keep the smallest module that overflows at any scale in float32, and save its name.
+        find_overflow: How to find the module in which an overflow began. replay: run the skipped
+            window again, then restore parameters, buffers and random state, nothing else. always:
+            watch every module in every window (slow). off: name parameters only. auto: replay with
+            heal or retry; else watch after six overflows in a row, or after the first with
+            telemetry or max_consecutive_skips.
+        heal: Run in float32 the smallest module that overflows at every scale; save its name.
         fp32_modules: Modules that run in float32 under autocast: globs on the names of
-            model.named_modules(), as '*.wo' or 'transformer.h.3.mlp'; in a text with commas between
-            them. A glob without a match is an error.
-        telemetry: JSON-lines file with one record a window, written by rank 0; with {rank} in the
-            path each rank writes its own. Records are appended. accel-scaler report reads it.
-        underflow_interval: With telemetry: every N windows record the largest gradient (headroom).
+            model.named_modules(), such as '*.wo' or 'transformer.h.3.mlp', separated by commas in a
+            text. A glob without a match is an error.
+        telemetry: JSON-lines file with one record per optimizer step, appended by rank 0; with
+            {rank} in the path each rank writes its own. accel-scaler report reads it.
+        underflow_interval: With telemetry: record the largest gradient once in N windows.
         log_values: Add the scaler's values to the Trainer's log and to accelerator.log.
     """
 

@@ -59,8 +59,8 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory() -> dict[str, float]:
-    """The most bytes that this process had so far: of tensors on the accelerator, as its allocator
-    counts, and in all on the host; what cannot be asked for is left out. Waits for nothing."""
+    """Peak bytes of this process so far: of tensors on the accelerator, as its allocator counts,
+    and of the whole process on the host; unknown ones are left out. Does not synchronise."""
     ask = getattr(torch.get_device_module(present_type()), "max_memory_allocated", int)
     status = Path("/proc/self/status")  # Linux; ru_maxrss begins with that of the parent process
     host = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")

@@ -29,12 +29,12 @@ from accel_scaler import attach, detach
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="An average that is the target network, in bf16.")
-    parser.add_argument("--steps", type=int, default=400, help="windows (default: 400)")
-    parser.add_argument("--batch_size", type=int, default=16, help="labelled (default: 16)")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps (default: 400)")
+    parser.add_argument("--batch_size", type=int, default=16, help="labelled rows (default: 16)")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--decay", type=float, default=0.98, help="of the average (default: 0.98)")
-    parser.add_argument("--consistency", type=float, default=0.5, help="weight of its answers")
-    parser.add_argument("--poisoned", type=int, default=200, help="the window that holds a NaN")
+    parser.add_argument("--decay", type=float, default=0.98, help="EMA decay (default: 0.98)")
+    parser.add_argument("--consistency", type=float, default=0.5, help="of the unlabelled loss")
+    parser.add_argument("--poisoned", type=int, default=200, help="the step with a NaN")
     parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available())
     return parser.parse_args(argv)
 

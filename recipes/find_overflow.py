@@ -1,4 +1,4 @@
-"""An fp16 run that no scale can help: the module is named, the run heals itself, and is as in fp32.
+"""An fp16 run that no scale can help: the module is named, the run heals itself, and then learns.
 
     accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/find_overflow.py
 
@@ -85,7 +85,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", choices=SICK, help="one of the models of sick_models.py")
-    which.add_argument("--all", action="store_true", help="all of them, and a table")
+    which.add_argument("--all", action="store_true", help="all of these models, and a table")
     which.add_argument(
         "--model_name_or_path", help="hub name or directory (default: a small new GPT-2)"
     )

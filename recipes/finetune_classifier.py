@@ -17,7 +17,7 @@ Your own texts:
 
 The scaler is set from outside, for example with ACCEL_SCALER_INIT_SCALE=1048576 in front of either
 command: a start so high that the first steps overflow, are skipped, and the scale comes down. `make
-train` does this, and makes the report.
+train` starts as high, runs these steps again (--on_overflow retry), and makes the report.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", type=Path, default=Path("out/fp16_weights"), help=out_help)
     add("--overwrite_output_dir", action="store_true", help="write into any directory")
     add("--resume_from_checkpoint", type=Path, metavar="DIR", help="a checkpoint of this recipe")
-    add("--max_steps", type=positive, default=30, help="in all (default: %(default)s)")
+    add("--max_steps", type=positive, default=30, help="optimizer steps (default: %(default)s)")
     add("--per_device_batch_size", type=positive, default=4, help="(default: %(default)s)")
     add("--learning_rate", type=float, default=1e-3, help="(default: %(default)s)")
     add("--max_grad_norm", type=float, default=1.0, help="clip to this (default: %(default)s)")

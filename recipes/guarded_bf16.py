@@ -25,13 +25,13 @@ from accel_scaler import attach, detach
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="bf16 with a poisoned batch and a spike.")
-    parser.add_argument("--steps", type=int, default=400, help="windows (default: 400)")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps (default: 400)")
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
-    parser.add_argument("--poisoned", type=int, default=200, help="the window that holds a NaN")
-    parser.add_argument("--spike", type=int, default=300, help="the window with huge targets")
-    parser.add_argument("--skip_norm_above", default="4x", help="a norm, or times the median")
+    parser.add_argument("--poisoned", type=int, default=200, help="the step with a NaN")
+    parser.add_argument("--spike", type=int, default=300, help="the step with huge targets")
+    parser.add_argument("--skip_norm_above", default="4x", help="a norm, or a factor on the median")
     parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available())
     return parser.parse_args(argv)
 

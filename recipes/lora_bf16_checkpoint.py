@@ -88,7 +88,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", type=Path, default=Path("out/lora_bf16_checkpoint"), help=out_help)
     add("--overwrite_output_dir", action="store_true", help="write into any directory")
     add("--resume_from_checkpoint", type=Path, metavar="DIR", help="a checkpoint of this recipe")
-    add("--save_steps", type=positive, help="a checkpoint after so many steps (default: none)")
+    add("--save_steps", type=positive, help="steps between two checkpoints (default: none)")
     add("--max_steps", type=positive, default=40, help="optimizer steps (default: %(default)s)")
     add("--per_device_batch_size", type=positive, default=8, help="(default: %(default)s)")
     add("--gradient_accumulation_steps", type=positive, default=1, help="(default: %(default)s)")

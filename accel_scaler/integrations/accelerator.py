@@ -160,7 +160,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.
 
-        Off the boundary of an accumulation window it does nothing.
+        Before the last micro-batch of a window it does nothing.
         """
         if self._attachment is None:
             super().unscale_gradients(optimizer)
@@ -174,8 +174,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Unscale, then clip the total norm of ``parameters`` to ``max_norm``.
 
-        On the last micro-batch of a window it clips; before that it changes nothing and
-        returns the unscaled norm so far, so it may be called on every micro-batch.
+        On the last micro-batch of a window it clips. In fp16 an earlier call changes nothing and
+        returns the unscaled norm so far; in bf16 and fp32 it clips, as stock does.
 
         Returns the total norm before clipping, unscaled, shape (); inf after an overflow.
         Synchronises with the device once.
@@ -198,7 +198,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @untraced
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
-        """Unscale, then clip each element to ``[-clip_value, clip_value]``; at boundaries."""
+        """Unscale, then clip each element to ``[-clip_value, clip_value]``; in fp16 on the last
+        micro-batch only."""
         attachment = self._attachment
         if attachment is None or self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(parameters, clip_value)  # under FSDP it refuses

@@ -27,7 +27,7 @@ _scaled_classes: dict[type, type] = {}
 def attach(
     target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Unpack[Settings]
 ) -> T:
-    """Check each optimizer step of ``target``, in fp16 scaled by :class:`GradScaler`; returns it.
+    """Check each optimizer step of ``target``, in fp16 with a :class:`GradScaler`; returns it.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
     >>> attach(accelerator, step_mode="overlap")   # this one, and those of the environment
@@ -38,9 +38,9 @@ def attach(
         target: an ``accelerate.Accelerator``, before or after ``prepare``, or a
             ``transformers.Trainer``. A second call with no settings, or with those in force, does
             nothing.
-        config: a :class:`ScalerConfig` has every setting, and the environment is not read. A
-            mapping has some of them, by field. Settings that nothing names, of a ScalerConfig those
-            at their defaults, are those of the scaler that is replaced (``GradScalerKwargs``), as
+        config: a :class:`ScalerConfig`, beside which the environment is not read, or a mapping of
+            some of its fields. A setting of the scale that no source sets (in a ScalerConfig: that
+            is at its default) is taken from the scaler that is replaced (``GradScalerKwargs``), as
             is its state.
         **settings: fields of :class:`ScalerConfig`; they take precedence over ``config``, which
             takes precedence over ``ACCEL_SCALER_<FIELD>`` in the environment.
@@ -48,7 +48,8 @@ def attach(
     Raises:
         UnsupportedError: DeepSpeed, Megatron-LM, XLA or fp8 (they scale themselves), a model
             compiled before it could be autocast, an optimizer that another thread cannot step.
-        ConfigError: a wrong setting, a scale's without fp16, an unwritable file, another target.
+        ConfigError: a wrong setting, one of the scale without fp16, a telemetry file that cannot be
+            written, another kind of target.
         OrderError: ``target`` is attached with other settings.
     """
     base, fields = requested(config, settings)

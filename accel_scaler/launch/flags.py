@@ -13,9 +13,10 @@ DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
 
 DESCRIPTION = (
-    "Start an unchanged script as `accelerate launch` does, and with its flags, with every "
-    "Accelerator and Trainer attached. --config_file also takes the name of a shipped file. A flag "
-    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`."
+    "Start an unchanged script as `accelerate launch` does, with its flags, and attach every "
+    "Accelerator and Trainer in it. --config_file also takes names such as gpu_fp16_auto. A flag "
+    "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`. "
+    "A window is one optimizer step with its micro-batches."
 )
 
 
@@ -28,14 +29,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             about = f"{spec.metadata['help']} Default: {default}."
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
-        about = (f"Turn off {name}, on by default: " if default else "") + ABOUT[name]
+        about = (f"Set {name} to false. True, the default: " if default else "") + ABOUT[name]
         for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
             text, shown = str(value).lower(), argparse.SUPPRESS if value is default else about
             group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)
     group = parser.add_argument_group("The launcher")
     for flag, about in (
         ("no_attach", "Attach nothing; the script may call attach itself."),
-        ("dry_run", "Start nothing; print every setting with its source, or what is refused."),
+        ("dry_run", "Start nothing; print every setting with its source, and every refusal."),
     ):
         group.add_argument(f"--{flag}", dest=DEST + flag, action="store_true", help=about)
 

@@ -44,7 +44,7 @@ logger = logging.getLogger("accel_scaler")
 T = TypeVar("T")
 
 ONE_IN = 100
-"""After the first overflow of a run of them one in so many is explained."""
+"""In a run of overflows, after the first one that is explained, one in so many is."""
 
 MAX_WATCHED = 20
 """Windows after which watching ends: an overflow that no other follows is due to the scale, which
@@ -68,10 +68,10 @@ class OverflowExplainer(Observer):
         scaler: whose windows these are.
         how: ``watch``: modules are watched after an overflow, until the next one. ``replay``: a
             window that has overflowed is run again; where it cannot be, the next ones are watched.
-            ``always``: every window is watched. ``off``: nothing is explained.
-        after: the overflow in a row from which on it is looked for.
+            ``always``: every window is watched. ``off``: no origin is searched for.
+        after: the number of overflows in a row from which on their origin is searched for.
         retries: a window that has overflowed is made again at lower scales.
-        looks_ahead: with ``retries`` the scale grows only while gradients leave room for it.
+        looks_ahead: with ``retries``, the scale grows only while gradients leave room for it.
         healer: with one, a window that has overflowed is run again whatever ``how`` says.
         around_backward: entered around a backward, as the training loop does.
     """
@@ -441,7 +441,7 @@ class OverflowExplainer(Observer):
         if has_ranks() and not self._is_together:
             self._warn_once(
                 "heal: the ranks do not overflow together (they step alone, have other settings, "
-                "or were attached after prepare), so no module is put on float32. (Logged once.)"
+                "or were attached after prepare), so no module is run in float32. (Logged once.)"
             )
             return
         if any(self._gather(recording.obstacle())):

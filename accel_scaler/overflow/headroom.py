@@ -11,7 +11,7 @@ from torch import Tensor
 from .recording import largest_of
 
 LOOKS = 32
-"""At the largest gradient, between two growths of the scale."""
+"""How often the largest gradient is measured between two growths of the scale."""
 
 
 class Headroom:

@@ -29,14 +29,14 @@ from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
 
 MAX_BYTES = 1 << 28
-"""Of inputs, gradients and random states that are kept of one window."""
+"""The most that is kept of one window: inputs, gradients and random states."""
 
 BYTES_OF_RANDOM_STATE = 1 << 14
 
 
 def random_state(device: torch.device) -> Callable[[], None]:
-    """What makes the present random state, of Python, NumPy (where it is loaded) and torch on the
-    host and on one device, the present one again. Does not synchronise."""
+    """A function that restores the random state of now: of Python, NumPy (where it is loaded), and
+    torch on the host and on one device. Does not synchronise."""
     numpy: Any = sys.modules.get("numpy.random")
     on_python, on_host = random.getstate(), torch.get_rng_state()
     in_numpy = None if numpy is None else numpy.get_state()
@@ -60,13 +60,13 @@ Source: TypeAlias = "tuple[ForwardCall, int]"
 
 
 class _Kept(NamedTuple):
-    """A tensor that a forward was given, detached; or what came to a tensor of its output."""
+    """A tensor that a forward was given, detached; or the gradient of a tensor of its output."""
 
     tensor: Tensor
     version: int
     requires_grad: bool = False
     source: Source | None = None
-    """It is what this forward had returned."""
+    """The recorded forward that had returned it, if one had."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,12 +86,12 @@ class ForwardCall:
     restore_random_state: Callable[[], None]
     autocast: list[torch.autocast]
     number: int
-    """Of this forward in the run."""
+    """The number of this forward in the run."""
     buffers: list[_Buffer]
     grads: dict[int, _Kept] = field(default_factory=dict)
-    """By the number of the tensor of the output."""
+    """The gradients of its output, by the number of the tensor in it."""
     last: dict[int, Tensor] = field(default_factory=dict)
-    """The last element of these tensors."""
+    """The last element of these output tensors."""
     roots: list[Any] = field(default_factory=list)
     """The graph that inputs came with: nodes, and the numbers of their outputs."""
 
@@ -112,11 +112,11 @@ class _Buffer(NamedTuple):
     tensor: Tensor
     version: int
     copy: Tensor | None
-    """None: it is not written to, as far as is known."""
+    """None: no forward is known to write to it."""
 
     @property
     def is_written(self) -> bool:
-        """Since then. torch counts no version where a batch norm writes to its statistics."""
+        """Whether it was written to since. A batch norm's writes raise no version counter."""
         if self.name in ("running_mean", "running_var"):
             return True
         return self.place.get(self.name) is not self.tensor or _version(self.tensor) != self.version
@@ -129,8 +129,8 @@ class _Buffer(NamedTuple):
 
 
 class WindowRecording(ForwardListener):
-    """Keeps what the forwards of the present window were given; for ``makes_again`` also what it
-    takes to make its gradients again: buffers as they were, and how gradients were left.
+    """Keeps what the forwards of the present window were given; with ``makes_again`` also what is
+    needed to make its gradients again: buffers before, and gradients after each backward.
 
     Leaves out forwards without gradients, those inside another watched model's forward or inside a
     transform of ``torch.func``, and those of which a graph is captured.
@@ -139,7 +139,7 @@ class WindowRecording(ForwardListener):
     def __init__(self, makes_again: bool = False) -> None:
         super().__init__()
         self.calls: list[ForwardCall] = []
-        """Of the present window, after those of earlier ones whose backward came in it."""
+        """Forwards of this window, and before them earlier ones whose backward came in it."""
         self.backwards = 0
         self.losses: list[Tensor] = []
         self.left_out = ""
@@ -148,21 +148,21 @@ class WindowRecording(ForwardListener):
         self.frozen: list[set[int]] = []
         """For each backward, the ``id`` of parameters that did not require gradients."""
         self.synced: list[bool] = []
-        """For each backward, whether gradients came out of it: FSDP2 may keep them to itself."""
+        """For each backward, whether it left gradients on parameters: FSDP2 may hold them back."""
         self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
-        """Without wrappers, in the order in which they were prepared."""
+        """Models without wrappers, in the order in which they were prepared."""
         self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self.changed = ""
-        """Why gradients that are made again would be others."""
+        """Why gradients that are made again would differ; "" while nothing says so."""
         self._grads: dict[int, tuple[Tensor | None, int]] = {}
         """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
         them."""
         self.is_proven = False
         """A window was made again, and its forwards wrote to no parameter."""
         self._versions: list[int] = []
-        """Of every parameter, before the first backward."""
+        """The version counter of every parameter, before the first backward."""
         self.held: dict[int, Tensor] = {}
-        """By the ``id`` of a parameter: the norm of the gradient that it had before the window."""
+        """By the ``id`` of a parameter: the largest magnitude in its gradient before the window."""
         self.largest: dict[int, Tensor] = {}
         """The same of the gradient that the window has given it."""
         self._outputs: Any = WeakTensorKeyDictionary()
@@ -170,14 +170,14 @@ class WindowRecording(ForwardListener):
         self._outside: set[Source] = set()
         """Outputs that code outside of recorded forwards has made a loss or an input of."""
         self._key = object()
-        """In the metadata of the nodes of outputs."""
+        """The key of our entry in the metadata of the nodes of outputs."""
         self._buffers: dict[tuple[int, str], _Buffer] = {}
-        """Each as it was before the last forward of its model."""
+        """Each buffer as it was before the last forward of its model."""
         self._written: set[tuple[int, str]] = set()
-        """Those that some forward has written to."""
+        """Buffers that some forward has written to."""
         self._forwards = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How many forwards there were before its last update."""
+        """How many forwards there were before the last update of each optimizer."""
         self._is_over = True
         self._bytes = 0
 
@@ -276,17 +276,17 @@ class WindowRecording(ForwardListener):
         self._grads |= {key: (g, _version(g)) for key, g in grads}
 
     def difference(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
-        """What tells gradients that were made again from those of the window, in which they may
-        have been unscaled already. Synchronises."""
+        """How gradients that were made again differ from those of the window, which may have been
+        unscaled already; "": they do not. Synchronises."""
         now = {key: float(each) for key, each in largest_of(parameters).items()}
         largest = max(filter(math.isfinite, now.values()), default=0.0)
         for p in parameters:
             then, again = float(self.largest[id(p)]), now.get(id(p), 0.0)
             if then != 0.0 and not self._are_changed([p]):
-                return "a parameter got its gradient otherwise than by a forward"
+                return "a parameter got a gradient that no recorded forward gives"
             away = min(abs(again - then * factor), abs(again - then * scale))
             if math.isfinite(away) and away > 0.01 * largest * bool(then):
-                return "a finite gradient came out otherwise: it was changed, or made by a hook"
+                return "a finite gradient came out different: it was changed, or made by a hook"
         return ""
 
     def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
@@ -321,7 +321,7 @@ class WindowRecording(ForwardListener):
         return found
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """It has updated its parameters."""
+        """Call after this optimizer has updated its parameters."""
         self._stepped[optimizer] = self._forwards
 
     def end_window(self) -> None:
@@ -348,8 +348,8 @@ class WindowRecording(ForwardListener):
         return ""
 
     def obstacle_for(self, parameters: Sequence[Tensor], every: Sequence[Tensor]) -> str:
-        """Why the gradients of ``parameters``, of ``every`` one that is stepped, cannot be made
-        again, where it can be run again. Synchronises."""
+        """Why the gradients of ``parameters`` cannot be made again, in a window that can be run
+        again; ``every``: all parameters that are stepped. Synchronises."""
         if self.changed:
             return self.changed
         if self._versions != list(map(_version, every)):
@@ -396,8 +396,8 @@ class WindowRecording(ForwardListener):
 
     @torch.no_grad()
     def restore_statistics(self) -> None:
-        """Put back buffers, as running statistics, that are not finite any more: no later window
-        takes inf or NaN out of them again. Synchronises."""
+        """Put back buffers, such as running statistics, that are no longer finite: no later window
+        would remove inf or NaN from them. Synchronises."""
         for each in (each for call in reversed(self.calls) for each in call.buffers):
             if each.copy is not None and not bool(each.tensor.isfinite().all()):
                 each.tensor.copy_(each.copy)

@@ -35,9 +35,9 @@ def run_again(
 
     Args:
         recording: one without an ``obstacle()``.
-        factor: what the gradients of the outputs are multiplied by: another scale. inf and NaN
-            among them come as 0, as they may be what the change of the model, which is on trial,
-            cures.
+        factor: what the gradients of the outputs are multiplied by, for another scale. inf and NaN
+            among them become 0, since the change of the model that is being tried may cure them.
+            None: they are taken as they are.
 
     Raises:
         Whatever the model raises; all is put back then, too.
@@ -136,9 +136,9 @@ def _micro_batches(
     changes_model: bool = False,
     writes: AbstractContextManager[Any] | None = None,
 ) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
-    """For each backward of the window what runs its forwards, and returns their outputs and what
-    came to these. Elements of outputs, and what they were, are added to ``pairs``. ``writes`` is
-    entered around each forward."""
+    """For each backward of the window a function that runs its forwards, and returns their outputs
+    with the gradients of these. ``pairs`` gets elements of outputs, each with its first value.
+    ``writes`` is entered around each forward."""
     for number in range(max(recording.backwards, 1)):
 
         def forwards(number: int = number) -> list[tuple[Tensor, Tensor]]:

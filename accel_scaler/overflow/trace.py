@@ -15,10 +15,10 @@ from torch import Tensor
 from ..scaling import Pair
 
 MAX_RANGES = 1 << 17
-"""Ranges kept, of each kind, where no boundary ever comes."""
+"""The most ranges of each kind that are kept where no window ever ends."""
 
 MAX_USES = 256
-"""Calls remembered for one tensor: one that lives as long as the run is met in every forward."""
+"""The most calls remembered for one tensor, which may live through every forward of the run."""
 
 
 class Range:
@@ -60,12 +60,12 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
-        """False: the tensor held an inf or a NaN. Only after it was read."""
+        """False: the tensor held an inf or a NaN. Known only after :meth:`read`."""
         return self.values is None or all(map(math.isfinite, self.values))
 
     @property
     def is_masked(self) -> bool:
-        """-inf is all that is wrong with it, as in a masked score."""
+        """Its only non-finite value is -inf, as in a masked score."""
         return not self.is_finite and self.values is not None and self.values[1] < math.inf
 
 
@@ -132,7 +132,7 @@ class Entry(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether it holds what it should; a mask of 0 and -inf may hold that."""
+        """Whether all is finite; -inf counts as finite in a mask of 0 and -inf."""
         if self.range.is_finite or self.range.values is None:
             return True
         return not self.requires_grad and self.range.values[1] <= 0
@@ -146,7 +146,7 @@ class Call:
     parent: Call | None
     forward: Forward
     is_first: bool = True
-    """Not the second run of a checkpoint."""
+    """False: it is the second run of activation checkpointing."""
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
 
@@ -159,7 +159,7 @@ class Call:
         return [entry for entry in self.outputs if not entry.is_finite]
 
     def parents(self) -> Iterator[Call]:
-        """From the next one outwards to the model."""
+        """The calls around this one, from the innermost outwards to the model."""
         call = self.parent
         while call is not None:
             yield call
@@ -176,7 +176,7 @@ class Forward:
     events: list[tuple[bool, Call]] = field(default_factory=list)
     """``(is over, call)``, in order of time: a module's forward began, or was over."""
     has_hooks: bool = False
-    """A gradient may come to one of its tensors."""
+    """Some tensor in it has a hook for its gradient."""
     got_gradient: bool = False
     size: int = 0
 
@@ -217,7 +217,7 @@ class ParameterGradient(NamedTuple):
 
 
 class WindowTrace:
-    """What hooks left between two boundaries."""
+    """What hooks recorded in one window."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -100,7 +100,7 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "norm",
             "Gradient norm, unscaled, before clipping",
-            "The length of the whole gradient, as the optimizer would have it without clipping.",
+            "The norm of the whole gradient, as the optimizer would get it without clipping.",
             "log",
             norm,
             _bad(run, "norm"),
@@ -109,24 +109,24 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "lr",
             "Learning rate",
-            "As the optimizer took it. A schedule does not move at a skipped step.",
+            "The rate that the optimizer used. A schedule does not move at a skipped step.",
             "linear",
             _rates(run),
         ),
         Chart(
             "time",
             "Step time (ms)",
-            "From the end of the step before to the end of this one, the optimizer's update, and "
-            "the training thread's wait for it. In overlap and delayed the rest ran beside it.",
+            "The time from the end of one step to the end of the next, of the optimizer's update, "
+            "and of the training thread's wait for it. What was not waited for was hidden.",
             "linear",
             times,
         ),
         Chart(
             "largest",
             "Headroom: the largest scaled gradient",
-            "The largest element of the parameters' gradients, multiplied by the scale. Each "
-            "halving below float16's largest number is a doubling that the scale has left, as far "
-            "as parameters show it; what float32 adds up may lie above.",
+            "The largest element of the parameters' gradients, multiplied by the scale. How often "
+            "it can double before it reaches float16's largest number is the headroom. Gradients "
+            "that are added up in float32 may lie above that number.",
             "log",
             _lines(run, "largest", "largest gradient", is_log=True),
             limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],

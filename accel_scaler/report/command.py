@@ -20,8 +20,8 @@ from .run import Run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler report`` to a parser."""
     parser.description = (
-        "Show what became of each optimizer step: a summary in words, and charts, as one page. "
-        "The file is written by training with telemetry=PATH."
+        "Show what became of each optimizer step, on one page: a summary in words, and charts. "
+        "A run writes the file with telemetry=PATH, or accel-scaler launch --telemetry PATH."
     )
     parser.add_argument("file", metavar="run.jsonl", help="the telemetry file")
     to = "where to write the page (default: report.html)"

@@ -189,8 +189,8 @@ def _chart(chart: Chart, is_wide: bool) -> str:
 HEATMAP = _figure(
     "heatmap",
     "Gradient norm by parameter, unscaled",
-    "Parameters from the input (top) to the output (bottom). A backward runs upwards: what is "
-    "non-finite low in a column spreads to all above.",
+    "Parameters from the input (top) to the output (bottom). A backward runs upwards: inf or NaN "
+    "that begins low in a column spreads to all parameters above.",
     " whole heatmap",
     '<div class="key"><span>L2 norm <span class="ramp-low"></span><span class="ramp"></span>'
     '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '

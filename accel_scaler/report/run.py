@@ -25,11 +25,11 @@ class Run(Diagnosis):
         super().__init__()
         self.path = path
         self.names: tuple[str, ...] = ()
-        """Parameters in the order of the norms that follow; (): the line that had them was lost."""
+        """Parameters in the order of the norms that follow; (): their line was lost."""
         self.bins = Bins()
         self.norms = NormColumns()
         self.limited = self.clipped = 0
-        """Windows with a threshold for the norm; those above it."""
+        """Windows that were clipped by norm; those of them whose norm was above the threshold."""
         self.updates = self.optimizer_us = self.waited_us = 0
         self.by_mode: dict[str, list[float]] = {}
         """With ``step_mode="auto"``: seconds of the first windows of each mode."""
@@ -45,8 +45,8 @@ class Run(Diagnosis):
         """Sessions that trained nothing, with others behind them."""
 
     def begin(self, start: Start) -> None:
-        """Begin a session. Those before it are left out if they have trained nothing: it may be
-        their cure, which is to be judged by itself."""
+        """Begin a session. Earlier ones that trained nothing are left out: this one may be their
+        cure, and is to be judged by itself."""
         if self.windows == self.skips > 0 and not self.healed:
             kept = self.lines, self.broken, self.broken_first, self.left_out + len(self.sessions)
             Run.__init__(self, self.path)

@@ -26,18 +26,18 @@ class Mean:
     total: float = 0.0
     count: int = 0
     bad: int = 0
-    """Those that were inf or NaN."""
+    """How many numbers were inf or NaN; the others are in ``count``."""
     last: float | None = None
-    """Finite or not; None: there was none."""
+    """The last number, finite or not; None: there was none."""
 
     @property
     def middle(self) -> float | None:
-        """None: there is none, or their sum is more than a float holds."""
+        """The mean of the finite numbers; None: there are none, or their sum overflows a float."""
         return self.total / self.count if self.count and math.isfinite(self.total) else None
 
     @classmethod
     def of(cls, value: float | None) -> Mean:
-        """That of one number; of none for None."""
+        """The ``Mean`` of one number; of no number for None."""
         if value is None:
             return cls()
         if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""``accel-scaler test``: does it hold on this machine, and what would it hide here?
+"""``accel-scaler test``: are the numbers right on this machine, and what does each mode save here?
 
 Short trainings, written as users write them, run on the user's device and beside plain torch there;
 each comparison is a row, a :class:`Result`. Then each mode is timed with a model of a given size.

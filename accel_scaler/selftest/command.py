@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler test`` to a parser."""
     parser.description = (
         "Train a few windows on this device, attached and in plain torch, and compare them bit for "
-        "bit; then time what each step mode hides here, for a model of a given size. It takes less "
-        "than a minute and no network. The exit status is 1 if a row fails."
+        "bit; then time how much of the optimizer's work each step mode hides. On an idle machine "
+        "it takes less than a minute, and no network. The exit status is 1 if a row fails."
     )
-    size = "size of that model (default: 350M)"
+    size = "parameters of the model to which the times are scaled (default: 350M)"
     parser.add_argument("--parameters", metavar="N", default="350M", help=size)
     parser.add_argument("--json", metavar="FILE", help="write rows and estimates there, too")
-    device = "such as cpu, cuda:1 or mps (default: what Accelerate takes)"
+    device = "such as cpu, cuda:1 or mps (default: the one that Accelerate takes)"
     parser.add_argument("--device", metavar="NAME", help=device)
     ranks = "ranks on this machine, by Accelerate's launcher (default: 1)"
     parser.add_argument("--num_processes", metavar="N", type=int, default=1, help=ranks)
@@ -93,8 +93,8 @@ def _end(found: list[Result], path: str | None) -> None:
     """The estimates, the verdict and the file."""
     estimates = [each for row in found for each in row.estimates]
     if estimates:
-        say("\n" + MODE.format("", "window", "waits", "device", "host", "of waits", "a line for"))
-        say(MODE.format("mode", "ms", "ms", "bytes", "bytes", "hidden", "a config file"))
+        say("\n" + MODE.format("", "window", "wait", "device", "host", "wait", "line for the"))
+        say(MODE.format("mode", "ms", "ms", "B/param", "B/param", "hidden", "config file"))
     for each in estimates:
         numbers = [f"{each[key]:.1f}" for key in NUMBERS]
         share = each["hidden"]

@@ -132,5 +132,5 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
                     "paste": f"accel_scaler: {{step_mode: {mode}, offload: {offload}}}",
                 }
             )
-    scaled = f", as of {size:,} (times {size / measured:.3g})" if size != measured else ""
+    scaled = f", times scaled by {size / measured:.3g} to {size:,}" if size != measured else ""
     return found, f"AdamW, float32, {rows} rows a window, {measured:,} parameters timed{scaled}"

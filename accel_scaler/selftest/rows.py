@@ -54,7 +54,7 @@ class Result:
 
 
 def compare(row: str, got: Seen, expected: Seen) -> Result:
-    """``"ok"`` if all is equal, bit for bit; else the first thing that differs is told."""
+    """``"ok"`` if all is equal, bit for bit; else the first difference is in the row."""
     for at, pair in enumerate(zip(got.windows, expected.windows, strict=True), 1):
         names = [name for name, *both in zip(Window._fields, *pair, strict=True) if ne(*both)]
         if names:
@@ -112,7 +112,7 @@ def retried(row: str) -> Result:
 
 
 def ranks(row: str) -> Result:
-    """Each has rows of its own, the last one alone overflows: all skip, and stay alike."""
+    """Each has its own data, and only the last one overflows: all skip, and stay equal."""
     every = gather_object([trained(CASES["overlap is sync"])])
     if len(every) == 1:
         return Result(row, "not run", reason="one process; --num_processes 2 runs it")
@@ -180,10 +180,8 @@ def in_turn(first: list[Result], size: int) -> Iterator[Result]:
 
 
 def attempt(name: str, function: Callable[[str], Result]) -> Result:
-    """The row on this rank; what it raises is a failure.
-
-    But not what torch or Accelerate has not for a device, nor off CPU and CUDA a refusal of ours.
-    """
+    """The row on this rank; an exception fails it, unless torch or Accelerate lacks something for
+    this device, or, on a device other than a CPU or CUDA, this package refuses."""
     kind = PartialState().device.type
     lacks = () if kind == "cpu" else (NotImplementedError,)
     refuses = () if kind in ("cpu", "cuda") else (UnsupportedError,)
@@ -191,7 +189,7 @@ def attempt(name: str, function: Callable[[str], Result]) -> Result:
         return function(name)
     except (*lacks, *refuses) as error:
         return Result(name, "not run", reason=_line(error))
-    except Exception as error:  # of any class: it is told
+    except Exception as error:  # of any class: the row says which
         return Result(name, "failed", _line(error), "no error")
 
 

@@ -1,9 +1,9 @@
-"""What happened, one record a window: in memory, and in a file where one is asked for.
+"""What happened, one record per window: in memory and, with ``telemetry``, in a file.
 
-A :class:`Recorder` observes the boundary and fills a ``Record`` a window; records wait until the
-update that belongs to them is over, then go to the :class:`History` and the file. No number of the
-training depends on it. ``Diagnosis`` adds records up, live and from the file; ``diagnose`` and
-``verdict`` say what it comes to.
+A :class:`Recorder` observes the boundary and fills one ``Record`` per window; records wait until
+their update is over, then go to the :class:`History` and the file. The training never depends on
+it. ``Diagnosis`` adds records up, live and from the file; ``diagnose`` and ``verdict`` say in words
+what they amount to.
 """
 
 from typing import TYPE_CHECKING

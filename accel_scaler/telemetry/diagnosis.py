@@ -19,7 +19,7 @@ STUCK = 20
 """Skips in a row at the end of a run that no longer trains. The search for a scale takes 16
 from the usual 65536 to 1."""
 FAILING = 5
-"""The same for windows with inf or NaN in the forward, which no scale repairs."""
+"""As ``STUCK``, for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
 """A run trained in part if more than this share of its windows was skipped in the middle."""
 
@@ -88,7 +88,7 @@ class Diagnosis:
         self.windows = self.skips = self.last_x = 0
         self.kinds: Counter[SkipKind] = Counter()
         self.last_kind: SkipKind | None = None
-        """Of the last skip."""
+        """The kind of the last skip."""
         self.others = Span()
         """Skips of kind ``other``."""
         self.is_scaled = False
@@ -101,11 +101,11 @@ class Diagnosis:
         self.overflowed: tuple[str, ...] = ()
         """Names of the first few tensors of the last overflow."""
         self.bad = Span()
-        """Windows of an inf or NaN loss, or stepped with such a norm; without healed ones."""
+        """Windows with an inf or NaN loss, or stepped with such a norm, but not healed ones."""
         self.bad_steps = Span()
-        """Those of them that were stepped."""
+        """Those of ``bad`` that were stepped."""
         self.bad_at_end = 0
-        """Windows in a row, up to the last one, of these or with an overflow in the forward."""
+        """Windows in a row, up to the last one, that are bad or overflowed in the forward."""
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
         self.largest: tuple[float, int] | None = None
@@ -115,7 +115,7 @@ class Diagnosis:
         self.retried = 0
         """Windows that overflowed and were made again, so that none of their batches is lost."""
         self.retry_seconds = 0.0
-        """What all retries took."""
+        """Seconds that all retries took."""
         self.streak = 0
         """Skipped windows in a row, up to the last one."""
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..scaling import OptimizerRecord, Window, local
 
 Measured = list[tuple[Tensor, float]]
-"""Some largest elements, float32, shape (), which their device may still compute; and the factor of
-each to the gradients that the backward left."""
+"""Largest elements, float32, shape (), which a device may still compute; each with the factor that
+turns it into an element of the gradient that the backward left."""
 
 
 @torch.no_grad()

@@ -38,12 +38,12 @@ class History:
 
     @property
     def skips(self) -> int:
-        """Windows that overflowed."""
+        """Windows that were skipped."""
         return self.diagnosis().skips
 
     @property
     def retried(self) -> int:
-        """Windows that overflowed and were made again: their batches are not lost."""
+        """Windows that overflowed, ran again and stepped: their batches are not lost."""
         return self.diagnosis().retried
 
     @property

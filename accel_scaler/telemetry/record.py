@@ -31,7 +31,7 @@ Names = tuple[str, ...]
 FORMAT = 2
 """Version of the file format; no other one is read."""
 FIRST_BYTES = b'{"kind":"start"'
-"""Of a file; where it was cut off in its first line, of that."""
+"""The first bytes of a file, also of one that was cut off in its first line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +76,23 @@ class Record:
     """Unscaled norm of each parameter's gradient, before clipping; NaN for a parameter without.
     Only with ``telemetry``; kept for the last windows. Six digits in the file."""
     largest_gradient: Amount | None = None
-    """The largest magnitude in any gradient, scaled, before clipping; float16 ends at 65504. On
-    this rank, after micro-batches were added up and ranks averaged, so it may be above. Only with
-    ``telemetry``, every ``underflow_interval`` windows; None, too, after a clip of single elements.
-    """
+    """The largest magnitude in any gradient on this rank, scaled, before clipping. It may be above
+    65504, float16's largest number, as micro-batches are added up and ranks averaged in float32.
+    Only with ``telemetry``, once in ``underflow_interval`` windows; None after a clip by value."""
     first: dict[str, Any] | None = None
-    """Where the overflow began. Only with ``find_overflow``."""
+    """Where the overflow began, if it was found; see ``find_overflow``."""
     healed: tuple[str, ...] = ()
     """Modules that run in float32 from the next window on, found by ``heal``."""
     retries: int = 0
-    """How often its gradients were made again, with ``on_overflow="retry"`` or ``heal``. Unless it
-    is ``skipped`` they were finite then, at ``scale``."""
+    """How often it ran again, with ``on_overflow="retry"`` or ``heal``. Unless it is ``skipped``,
+    its gradients were finite after the last run, at ``scale``."""
     first_scale: Amount | None = None
-    """The scale at which they had overflowed first; None: they had not, or were not made again."""
+    """The scale at which it first overflowed; None: it did not, or was not run again."""
     retry_us: int | None = None
-    """Microseconds that this took. Host time."""
+    """Microseconds that these runs took. Host time."""
     step_mode: str | None = None
-    """``"sync"`` or ``"overlap"``: the way that ``step_mode="auto"`` had for its update (of several
-    optimizers: the last one's). None elsewhere, and where nothing was updated."""
+    """``"sync"`` or ``"overlap"``: how ``step_mode="auto"`` ran its update (of several optimizers:
+    the last one's). None in other modes, and where nothing was updated."""
     optimizer_us: int | None = None
     """Microseconds that its update took, wherever it ran. Host time."""
     waited_us: int | None = None
@@ -111,7 +110,7 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of ``FACTS`` those that are known."""
+    """Those of ``FACTS`` that are known."""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The settings other than their defaults, ``telemetry`` apart."""

@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # they need torch, which a look at a path does not
 logger = logging.getLogger("accel_scaler")
 
 MAX_WAIT_S = 0.5
-"""What a killed run may lose of its end. Windows written one by one take several times as long:
-the step between them leaves nothing of the writer in the processor's cache."""
+"""Seconds after which waiting windows are written; a killed run may lose as many. To write each one
+at once takes several times as long: every step evicts the writer from the processor's cache."""
 
 MAX_WAITING = 64
-"""Windows that are written together; and those of an update that hangs must not pile up."""
+"""The most windows that wait, so that those of an update that hangs do not pile up."""
 
 
 @dataclass(slots=True)

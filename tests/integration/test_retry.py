@@ -370,7 +370,7 @@ def loosely(use: str) -> Backwards:
         ("penalty", "outside of a prepared model's forward"),
         ("prompt", "outside of a prepared model's forward"),
         ("features", "outside of a prepared model's forward"),
-        ("checkpoint", "otherwise than by a forward"),
+        ("checkpoint", "that no recorded forward gives"),
         ("grad.data", "it was changed"),
         ("frozen", "it was changed"),
         ("generator", "another output"),

@@ -18,10 +18,10 @@ Left alone: torch's ``ShardedGradScaler`` (FSDP1) where no Accelerator holds it;
 DeepSpeed, Megatron-LM, XLA or fp8, which scale by themselves; Pythons started with -I, -E or -S.
 
 The settings of ACCEL_SCALER_* hold: ``ACCEL_SCALER_STEP_MODE=overlap pytest ...``. The summary says
-how often what was replaced. Works with pytest-xdist and ``unittest`` tests.
+how often the stock scaler was replaced. Works with pytest-xdist and ``unittest`` tests.
 
-A test that fails: run it without the option first. The differences that are meant are in
-docs/what-to-expect.md (F1 to F13), and ``.grad`` being None after a step in overlap and delayed.
+If a test fails, run it without the option first. The intended differences are in
+docs/what-to-expect.md (F1 to F13).
 """
 
 from __future__ import annotations

@@ -50,21 +50,21 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_247,
-    "optimizer_step": 2_023,
-    "async_optimizer": 4_942,
-    "integrations": 1_393,
+    "optimizer_step": 2_022,
+    "async_optimizer": 4_940,
+    "integrations": 1_395,
     "overflow": 2_792,
-    "telemetry": 1_502,
+    "telemetry": 1_501,
     "report": 1_092,
-    "launch": 493,
-    "selftest": 720,
+    "launch": 494,
+    "selftest": 718,
     "": 973,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_177
+MAX_SUM = 18_174
 """The aim is 16,000."""
 
 

@@ -238,7 +238,7 @@ class WindowRecording(ForwardListener):
             if source is not None:
                 left += source[0].roots
             elif issubclass(type(getattr(node, "variable", None)), Parameter):
-                self.changed = "parameters were used outside of a prepared model's forward"
+                self.changed = "parameters were used outside of a forward, or in a gradient penalty"
                 return
             else:
                 left += node.next_functions
@@ -338,7 +338,7 @@ class WindowRecording(ForwardListener):
         if self.left_out:
             return f"a forward was not recorded: {self.left_out}"
         if not self.used:
-            return "no forward of a prepared model, with gradients, was seen in it"
+            return "no forward of a prepared model, with accelerator.backward(), was seen in it"
         for call in self.used:
             if call.run() is None:
                 return "a model that ran in it is gone"

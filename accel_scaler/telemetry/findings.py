@@ -72,7 +72,7 @@ def ending(run: Diagnosis) -> Finding | None:
         at = f"after {run.place(session.first_x + session.last_step)}"
     if session.error is not None:
         text = session.error[:200] + "..." * (len(session.error) > 200)
-        return Finding("bad", f"The run ended with an error {at}: {text.rstrip('.')}.")
+        return Finding("bad", f"The run ended with an error {at}: {text.removesuffix('.')}.")
     if session.ended:
         return None
     return Finding(

@@ -352,7 +352,14 @@ def loosely(use: str) -> Backwards:
             loss = loss + 0.01 * model.last.weight.square().sum()
         if use == "features":
             loss = loss + kept[0].square().mean()
-        accelerator.backward(loss)
+        if use == "gradient penalty":
+            (slope,) = torch.autograd.grad(loss, out, create_graph=True)
+            (slope,) = torch.autograd.grad(slope.sum(), model.last.weight, create_graph=True)
+            loss = loss + slope.square().mean()
+        if use == "by hand":
+            accelerator.scaler.scale(loss).backward()
+        else:
+            accelerator.backward(loss)
         if use == "evaluation":
             model.eval()
         if use == "grad.data":
@@ -367,9 +374,11 @@ def loosely(use: str) -> Backwards:
 @pytest.mark.parametrize(
     ("use", "reason"),
     [
-        ("penalty", "outside of a prepared model's forward"),
-        ("prompt", "outside of a prepared model's forward"),
-        ("features", "outside of a prepared model's forward"),
+        ("penalty", "outside of a forward"),
+        ("prompt", "outside of a forward"),
+        ("features", "outside of a forward"),
+        ("gradient penalty", "or in a gradient penalty"),
+        ("by hand", "made again: no forward of a prepared model, with accelerator.backward()"),
         ("checkpoint", "that no recorded forward gives"),
         ("grad.data", "it was changed"),
         ("frozen", "it was changed"),

@@ -354,6 +354,8 @@ def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> No
     ended = verdict(diagnosed(few, "OverflowStreakError: 2 in a row."), is_file=True)
     assert ended.startswith("Did not train past step 39: 42 windows, 2 skipped")
     assert ended.endswith("step 41: OverflowStreakError: 2 in a row.")
+    cut = verdict(diagnosed(few, "StepError: " + 300 * "x"), is_file=True)
+    assert cut.endswith("StepError: " + 189 * "x" + "...")
     assert verdict(diagnosed(few, "StepError: it broke"), is_file=True).startswith("Trained:")
 
 

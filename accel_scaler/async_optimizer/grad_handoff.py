@@ -142,13 +142,13 @@ def guard_backward(pairs: Iterable[ParameterPair]) -> None:
     for pair in pairs:
         if pair.guard is None and pair.param.requires_grad:
             param: Any = pair.param
-            pair.guard = param.register_hook(partial(_before_adding, weakref.ref(param)))
+            # Not of the parameter: torch swaps none that has a weak reference.
+            pair.guard = param.register_hook(partial(_before_adding, weakref.ref(pair)))
 
 
-def _before_adding(ref: weakref.ref[Tensor], _: Tensor) -> None:
-    p = ref()
-    if p is not None:
-        wait_for_gradients([p])
+def _before_adding(ref: weakref.ref[ParameterPair], _: Tensor) -> None:
+    if (pair := ref()) is not None:
+        wait_for_gradients([pair.param])
 
 
 def unguard(pairs: Iterable[ParameterPair], kept: Iterable[ParameterPair] = ()) -> None:

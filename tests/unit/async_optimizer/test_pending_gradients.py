@@ -266,6 +266,32 @@ def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_
         assert [len(p._backward_hooks or ()) for p in model.parameters()] == [0] * 4
 
 
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+def test_a_guarded_parameter_can_be_swapped_as_in_torch(mode: Any) -> None:
+    model = net()
+    twin, future = copy.deepcopy(model), torch.__future__
+    plain_sgd = torch.optim.SGD(twin.parameters(), lr=LR, momentum=0.9)
+    inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        with AsyncOptimizer(inner, model, step_mode=mode) as optimizer:
+            for number in range(4):
+                for one, steps in ((model, optimizer), (twin, plain_sgd)):
+                    loss_of(one, number).backward()
+                    steps.step()
+                    steps.zero_grad()
+                    optimizer.synchronize()
+                    if number == 1:
+                        one.to(torch.float64)
+                        one.to(torch.float32)
+                    elif number == 2:
+                        one.load_state_dict({k: v / 2 for k, v in one.state_dict().items()})
+    finally:
+        future.set_swap_module_params_on_conversion(False)
+    for p, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, expected)
+
+
 def test_two_parameters_with_one_gradient_do_not_wait_for_themselves() -> None:
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with AsyncOptimizer(torch.optim.SGD([a, b], lr=LR)) as optimizer:

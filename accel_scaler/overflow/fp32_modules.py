@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ..devices import present_type
 from ..errors import UnsupportedError
 from ..models import is_fsdp2
 from .hooks import map_tensors, tensors_in
@@ -128,8 +129,7 @@ class Fp32Module:
                 )
         self.module, self.is_enabled, self.is_part = module, False, name is None
         self.parts: list[Fp32Module] = []
-        device = torch.accelerator.current_accelerator()
-        self.kind = "cpu" if device is None else device.type
+        self.kind = present_type()
 
     def enable(self) -> None:
         """Run in float32 from the next forward on."""

@@ -170,8 +170,7 @@ class Fp32Module:
             return self.found(*args, **kwargs)
         is_amp = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(self.kind)
         dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
-        lows = [dtype for dtype in dtypes if dtype in LOW]
-        low = lows[0] if lows else None  # torch 2.6 compiles no next() with a default
+        low = (*[dtype for dtype in dtypes if dtype in LOW], None)[0]  # 2.6 compiles no next()
         is_full = low is None and torch.float32 in dtypes
         if self.is_part and (is_amp or not is_full):
             return self.found(*args, **kwargs)

@@ -70,10 +70,7 @@ def peak_memory() -> dict[str, float]:
 
 def is_capturing() -> bool:
     """Whether this thread captures its operations in a graph, such as CUDA's."""
-    present = torch.accelerator.current_accelerator()
-    if present is None:
-        return False
-    module: Any = torch.get_device_module(present)
+    module: Any = torch.get_device_module(present_type())
     asks = getattr(module, "is_current_stream_capturing", None)
     return asks is not None and bool(module.is_initialized() and asks())
 

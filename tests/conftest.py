@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 gc.freeze()
 
 # What libraries set for the process on their own; a test of ours does not touch them.
-NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYPOTHESIS_")
+NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "HYPOTHESIS_", "CUDA_MODULE_LOADING")
 BESIDE_TORCH = (
     *("gpu", "integration", "property", "stress", "system/distributed", "system/plugin"),
     *("unit/async_optimizer", "unit/integrations", "unit/optimizer_step"),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from ..devices import present_type
 from ..errors import UnsupportedError
 from ..models import is_fsdp2
 from .hooks import map_tensors, tensors_in
@@ -128,8 +129,7 @@ class Fp32Module:
                 )
         self.module, self.is_enabled, self.is_part = module, False, name is None
         self.parts: list[Fp32Module] = []
-        device = torch.accelerator.current_accelerator()
-        self.kind = "cpu" if device is None else device.type
+        self.kind = present_type()
 
     def enable(self) -> None:
         """Run in float32 from the next forward on."""
@@ -170,7 +170,7 @@ class Fp32Module:
             return self.found(*args, **kwargs)
         is_amp = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(self.kind)
         dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
-        low = next((dtype for dtype in dtypes if dtype in LOW), None)
+        low = (*[dtype for dtype in dtypes if dtype in LOW], None)[0]  # 2.6 compiles no next()
         is_full = low is None and torch.float32 in dtypes
         if self.is_part and (is_amp or not is_full):
             return self.found(*args, **kwargs)

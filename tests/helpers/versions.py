@@ -6,6 +6,10 @@ from importlib.metadata import version
 
 import pytest
 
+UNGUARDED = "torch 2.6: no guard of a compiled function sees that a parameter is pending"
+"""It is not compiled anew, and its operations wait, as those of any other code. Under ``delayed``
+they read the newest values, so that it trains as in sync."""
+
 
 def release(library: str) -> tuple[int, ...]:
     """``(2, 6)`` of torch 2.6.0+cpu."""

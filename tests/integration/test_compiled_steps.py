@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from support import reset
 from torch import Tensor, nn
+from versions import UNGUARDED, before_torch
 
 from accel_scaler import AsyncOptimizer, GradScaler, attach
 
@@ -22,7 +23,11 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 STEPS = 6
 OVERFLOWS = 3
 each_mode = pytest.mark.parametrize(
-    ("mode", "offload"), [("sync", "none"), ("overlap", "cpu"), ("delayed", "none")]
+    ("mode", "offload"),
+    [
+        *(("sync", "none"), ("overlap", "cpu")),
+        pytest.param("delayed", "none", marks=before_torch(2, 7, UNGUARDED)),
+    ],
 )
 
 

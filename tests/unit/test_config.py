@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -107,6 +108,10 @@ def test_attachs_keywords_for_editors_are_the_fields() -> None:
             assert f"{', '.join(map(repr, get_args(hint)[:-1]))} or" in allowed(name)
 
 
+@pytest.mark.skipif(
+    version("accelerate") == "1.10.0",
+    reason="with it transformers 4.56 cannot read the hints of its own TrainingArguments",
+)
 def test_the_trainers_parser_makes_a_flag_of_each_field_with_its_help(tmp_path: Path) -> None:
     parser = HfArgumentParser((TrainingArguments, ScalerConfig))
     start = ["--output_dir", str(tmp_path), "--use_cpu"]

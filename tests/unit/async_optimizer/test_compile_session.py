@@ -11,6 +11,7 @@ import torch
 from async_support import lazy
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from versions import UNGUARDED, before_torch
 
 from accel_scaler import AsyncOptimizer
 from accel_scaler.async_optimizer.pending_parameter import PendingParameter
@@ -115,6 +116,7 @@ def test_a_compile_that_waits_for_the_step(make: Any) -> None:
     assert counter.frame_count == 3
 
 
+@before_torch(2, 7, UNGUARDED)
 def test_a_function_that_is_not_compiled_any_more_is_waited_for_at_the_step() -> None:
     """Past its limit dynamo runs a function uncompiled for a parameter that is pending: once, for
     from the next step on none is."""

@@ -17,6 +17,7 @@ import torch
 from references import assert_same_run, loss_of, network, run_ours, run_reference
 from support import same
 from torch import Tensor, nn
+from versions import UNGUARDED, before_torch
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer.replica import Replica
@@ -218,7 +219,9 @@ def test_state_of_a_parameter_that_is_frozen_while_it_is_loaded_is_not_rounded(
             assert torch.equal(value, saved[1][index][key]), key
 
 
-@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize(
+    "is_given", [True, pytest.param(False, marks=before_torch(2, 7, UNGUARDED))]
+)
 def test_a_compiled_model_that_is_not_the_given_one_is_logged(
     is_given: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ from accelerate.utils import AutocastKwargs
 from attached import cpu, inner_dtype, train
 from support import mlp, weights
 from torch import Tensor
+from versions import release
 
 from accel_scaler import ScalerConfig, UnsupportedError, attach, detach
 from accel_scaler.integrations import cpu_float16
@@ -83,7 +84,8 @@ def test_a_model_that_another_accelerator_has_prepared_gets_it_too(
         a = attach(cpu(), ScalerConfig())
         forward = a.prepare(model).forward
         assert inner_dtype(model) is torch.float16
-        assert a.prepare(model).forward == forward, "wrapped once"
+        if release("accelerate") > (1, 10):  # which wraps it each time
+            assert a.prepare(model).forward == forward, "wrapped once"
         optimizer = a.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         ends.append(weights(train(a, model, optimizer)))
         detach(a)

@@ -58,13 +58,13 @@ MAX_LINES = {
     "report": 1_092,
     "launch": 494,
     "selftest": 718,
-    "": 973,
+    "": 970,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_174
+MAX_SUM = 18_171
 """The aim is 16,000."""
 
 

@@ -6,7 +6,7 @@ Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -483,6 +483,10 @@ def test_optimizers_that_are_clipped_together_are_skipped_together(kind: float) 
         each.step()
         assert each.step_was_skipped
     assert [p.tolist() for p in params] == [[1.0] * 3, [2.0] * 3]
+    clipper.backward(params[1].sum())  # added to what was finite
+    with nullcontext() if kind == 2.0 else pytest.raises(OrderError, match="are unscaled"):
+        ours[1].step()
+    assert params[1].tolist() == [1.75 if kind == 2.0 else 2.0] * 3
     close_all("accelerate", scaler, ours, clipper)
 
 

@@ -154,11 +154,8 @@ class OverflowCheck:
     def _next_window(self, last: Window) -> Window:
         """What is known of optimizers that have not stepped in the ``last`` one is the next's."""
         left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
-        norms, stepped_ones = last.grad_norms, [o for o in self.scaler.managed if id(o) not in left]
-        norms.forget(p for optimizer in stepped_ones for p in parameters_of(optimizer))
         window = self.scaler.open_window()
         window.states.update(left)
-        window.grad_norms = norms
         return window
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:

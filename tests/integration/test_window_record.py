@@ -569,7 +569,8 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     half = nn.Parameter(torch.ones(3, dtype=torch.float16))
     if masters:
         ours[0].add_param_group({"params": [half]})
-    plain, refused = SGD(params, lr=0.125), SGD([half], lr=0.125)
+    # A fused kernel would divide all of them.
+    plain, refused = SGD(params, lr=0.125, fused=not bound), SGD([half], lr=0.125)
     factor = INF if bad else 1.0
     scaler.scale((params[0] * factor).sum() + half.float().sum()).backward()
     if bound:

@@ -274,8 +274,7 @@ class OverflowCheck:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
             norm = self.scaler.window.grad_norms.of(params) if params else 0.0
             if norm is None:
-                scale = self.scaler.window_scale if record.deferred else 1.0
-                norm = float(whole(total_norm(params, 2.0))) / scale
+                norm = float(whole(total_norm(params, 2.0)))
             if self.scaler.sharded and not is_sharded(params):
                 norm = add_norms(norm, self.device)
             record.norm = norm

@@ -291,12 +291,15 @@ def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(
 
 
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(clip: str) -> None:
+@pytest.mark.parametrize("masters_last", [False, True])
+def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(
+    clip: str, masters_last: bool
+) -> None:
     """It would be unscaled twice."""
     accelerator = attached()
     half = nn.Parameter(torch.ones(2, dtype=torch.float16))
     shared, own = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    for p in (half, own):
+    for p in (own, half) if masters_last else (half, own):
         accelerator.prepare(SGD([p, shared], lr=0.125))
     every = [half, shared, own]
     accelerator.backward((half.float() + shared + own).sum())

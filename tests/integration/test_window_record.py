@@ -469,6 +469,8 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     first, second = (accelerator.prepare(SGD([p], lr=0.125)) for p in (one, two))
     accelerator.backward((one * INF).sum() + (two * 10.0).sum())
     accelerator.clip_grad_value_([one, two], 1.0)
+    assert one.grad is not None
+    assert one.grad.tolist() == [INF, INF], "as it was: what is added to it is skipped again"
     for optimizer in (first, second):
         optimizer.step()
     second.synchronize()

@@ -123,6 +123,12 @@ def test_a_clip_that_is_left_to_the_step_may_be_done_before() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert (clipped.moved, other.moved) == (pytest.approx(1.5), 1.0)
+    optimizers[0].zero_grad()
+    a.backward(clipped(3.0))
+    for limit, norm in ((3.0, 6.0), (1.5, 3.0)):
+        assert float(a.clip_grad_norm_(clipped.parameters(), limit)) == pytest.approx(norm)
+    optimizers[0].step()
+    assert clipped.moved == pytest.approx(2.25)
 
 
 SMALL = 64.0

@@ -5,6 +5,7 @@ Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scal
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -476,6 +477,19 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     second.synchronize()
     detach(accelerator)
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scheduler_sees_that_its_optimizer_has_stepped(mode: str) -> None:
+    """torch's warns where it has not."""
+    scaler, params, inner, ours, clipper = several("accelerate", mode, 1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner[0], 0.5)
+    clipper.backward(params[0].sum())
+    ours[0].step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
+    close_all("accelerate", scaler, ours, clipper)
 
 
 @pytest.mark.parametrize("kind", [2.0, INF])

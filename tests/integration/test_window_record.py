@@ -482,14 +482,16 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_scheduler_sees_that_its_optimizer_has_stepped(mode: str) -> None:
     """torch's warns where it has not."""
-    scaler, params, inner, ours, clipper = several("accelerate", mode, 1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(inner[0], 0.5)
-    clipper.backward(params[0].sum())
-    ours[0].step()
+    accelerator, p = attached(mode), nn.Parameter(torch.ones(3))
+    inner = SGD([p], lr=0.125, fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    optimizer = accelerator.prepare(inner)
+    accelerator.backward(p.sum())
+    optimizer.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.step()
-    close_all("accelerate", scaler, ours, clipper)
+    detach(accelerator)
 
 
 @pytest.mark.parametrize("kind", [2.0, INF])

@@ -154,11 +154,8 @@ class OverflowCheck:
     def _next_window(self, last: Window) -> Window:
         """Open a window; it takes over what is known of optimizers not stepped in ``last``."""
         left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
-        norms, stepped_ones = last.grad_norms, [o for o in self.scaler.managed if id(o) not in left]
-        norms.forget(p for optimizer in stepped_ones for p in parameters_of(optimizer))
         window = self.scaler.open_window()
         window.states.update(left)
-        window.grad_norms = norms
         return window
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
@@ -277,8 +274,7 @@ class OverflowCheck:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
             norm = self.scaler.window.grad_norms.of(params) if params else 0.0
             if norm is None:
-                scale = self.scaler.window_scale if record.deferred else 1.0
-                norm = float(whole(total_norm(params, 2.0))) / scale
+                norm = float(whole(total_norm(params, 2.0)))
             if self.scaler.sharded and not is_sharded(params):
                 norm = add_norms(norm, self.device)
             record.norm = norm

@@ -77,7 +77,7 @@ def is_uniform(
 
 def is_power_of_two(scale: float) -> bool:
     """Whether multiplying by ``scale`` only moves the exponent, so that it rounds nothing."""
-    return scale >= SMALLEST_NORMAL and math.frexp(scale)[0] == 0.5
+    return math.frexp(scale)[0] == 0.5
 
 
 def reciprocal(scale: float) -> float:

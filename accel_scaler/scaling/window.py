@@ -80,8 +80,6 @@ class DeferredUnscale:
 
     def clip(self, parameters: Iterable[Tensor], coefficient: Tensor) -> None:
         """Multiply the gradients of ``parameters`` by ``coefficient``, too."""
-        if self.divide is not None:
-            self.multiply, self.divide = 1.0 / self.divide, None
         # What was clipped together before still has one coefficient.
         products: dict[Tensor | None, Tensor] = {None: coefficient}
         for p in parameters:

@@ -319,6 +319,20 @@ def test_what_a_backward_of_the_loops_own_adds_after_a_clip_is_checked() -> None
     detach(accelerator)
 
 
+@pytest.mark.parametrize(("clipped", "kind"), [(1, 1.0), (2, -INF)])
+def test_a_norm_that_is_finite_beside_infinity_is_no_check(clipped: int, kind: float) -> None:
+    """That of one parameter alone, or of the smallest elements."""
+    accelerator: Any = attach(Accelerator(cpu=True))
+    params = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))]
+    optimizer = accelerator.prepare(torch.optim.SGD(params, lr=0.5))
+    accelerator.backward(params[0].sum() + (params[1] * torch.tensor([1.0, INF])).sum())
+    assert float(accelerator.clip_grad_norm_(params[:clipped], 1e6, kind)) == 1.0
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert [p.tolist() for p in params] == [[1.0], [1.0, 1.0]]
+    detach(accelerator)
+
+
 def test_a_backward_after_a_clip_that_is_left_to_the_step_is_refused() -> None:
     """Of gradients that go to masters; the clip would be lost."""
     accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="bf16"), master_weights="fp32")

@@ -531,18 +531,24 @@ def test_a_window_that_cannot_be_made_again_is_skipped_and_told_once(
 
 
 @pytest.mark.parametrize(
-    ("x", "expected", "retries"),
+    ("x", "given", "expected", "retries"),
     [
-        (float("inf"), (2.0**16, 2.0**15), 0),
-        (2.0**20, (1.0, 2.0**15), 16),  # beyond float16 at a scale of 1, too
+        (float("inf"), {"init_scale": 2.0**16}, (2.0**16, 2.0**15), 0),
+        # Beyond float16 at a scale of 1, too.
+        (2.0**20, {"init_scale": 2.0**4}, (1.0, 2.0**3), 4),
+        (2.0**20, {"init_scale": 2.0**4, "min_scale": 4.0}, (4.0, 2.0**3), 2),
+        (2.0**20, {"init_scale": 2.0**20}, (2.0**4, 2.0**19), 16),
     ],
 )
 def test_what_no_scale_cures_is_an_ordinary_skip_and_explained(
-    x: float, expected: tuple[float, float], retries: int
+    x: float,
+    given: dict[str, float],
+    expected: tuple[float, float],
+    retries: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Once halved; and not taken for a sick scale by the next window."""
-    given = {"on_overflow": "retry", "init_scale": 2.0**16}
-    with attached(None, **given) as accelerator:
+    with attached(None, on_overflow="retry", **given) as accelerator:
         net = Plain()
         model = accelerator.prepare(net)
         optimizer = accelerator.prepare(sgd(net.parameters(), lr=2.0**-8))
@@ -555,6 +561,7 @@ def test_what_no_scale_cures_is_an_ordinary_skip_and_explained(
         (record,) = accelerator.scaler_history.records
         assert (record.scale, record.next_scale) == expected
         assert (record.retries, record.skipped) == (retries, True)
+        assert "cannot be made again" not in caplog.text
 
 
 @pytest.mark.parametrize("second", [False, True])

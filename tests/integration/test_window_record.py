@@ -5,8 +5,9 @@ Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scal
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -291,12 +292,15 @@ def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(
 
 
 @pytest.mark.parametrize("clip", ["norm", "value"])
-def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(clip: str) -> None:
+@pytest.mark.parametrize("masters_last", [False, True])
+def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(
+    clip: str, masters_last: bool
+) -> None:
     """It would be unscaled twice."""
     accelerator = attached()
     half = nn.Parameter(torch.ones(2, dtype=torch.float16))
     shared, own = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    for p in (half, own):
+    for p in (own, half) if masters_last else (half, own):
         accelerator.prepare(SGD([p, shared], lr=0.125))
     every = [half, shared, own]
     accelerator.backward((half.float() + shared + own).sum())
@@ -466,11 +470,28 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     first, second = (accelerator.prepare(SGD([p], lr=0.125)) for p in (one, two))
     accelerator.backward((one * INF).sum() + (two * 10.0).sum())
     accelerator.clip_grad_value_([one, two], 1.0)
+    assert one.grad is not None
+    assert one.grad.tolist() == [INF, INF], "as it was: what is added to it is skipped again"
     for optimizer in (first, second):
         optimizer.step()
     second.synchronize()
     detach(accelerator)
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_scheduler_sees_that_its_optimizer_has_stepped(mode: str) -> None:
+    """torch's warns where it has not."""
+    accelerator, p = attached(mode), nn.Parameter(torch.ones(3))
+    inner = SGD([p], lr=0.125, fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    optimizer = accelerator.prepare(inner)
+    accelerator.backward(p.sum())
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
+    detach(accelerator)
 
 
 @pytest.mark.parametrize("kind", [2.0, INF])
@@ -483,6 +504,10 @@ def test_optimizers_that_are_clipped_together_are_skipped_together(kind: float) 
         each.step()
         assert each.step_was_skipped
     assert [p.tolist() for p in params] == [[1.0] * 3, [2.0] * 3]
+    clipper.backward(params[1].sum())  # added to what was finite
+    with nullcontext() if kind == 2.0 else pytest.raises(OrderError, match="are unscaled"):
+        ours[1].step()
+    assert params[1].tolist() == [1.75 if kind == 2.0 else 2.0] * 3
     close_all("accelerate", scaler, ours, clipper)
 
 
@@ -565,7 +590,8 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     half = nn.Parameter(torch.ones(3, dtype=torch.float16))
     if masters:
         ours[0].add_param_group({"params": [half]})
-    plain, refused = SGD(params, lr=0.125), SGD([half], lr=0.125)
+    # A fused kernel would divide all of them.
+    plain, refused = SGD(params, lr=0.125, fused=not bound), SGD([half], lr=0.125)
     factor = INF if bad else 1.0
     scaler.scale((params[0] * factor).sum() + half.float().sum()).backward()
     if bound:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from boundary_support import SCALE, Two, one, ours
+from boundary_support import SCALE, Two, models, one, ours
 from support import LR
 from torch import nn
 from torch.optim import SGD
@@ -17,21 +17,22 @@ from accel_scaler import OrderError, ScalerConfig, UnsupportedError, detach
 INF = float("inf")
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, INF, 0.0])
 def test_off_the_boundary_nothing_changes(
     norm_type: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = ours(gradient_accumulation_steps=3)
     model, optimizer = one(a)
-    expected = {2.0: 2.0, 1.0: 4.0, INF: 1.0}[norm_type]
+    expected, grows = {2.0: 2.0, 1.0: 4.0, INF: 1.0, 0.0: 1.0}[norm_type], norm_type > 0
     with caplog.at_level(logging.WARNING, "accel_scaler"):
         for micro in (1, 2, 3):
             with a.accumulate(model):
                 a.backward(model(3.0))
                 assert model.w.grad is not None
                 before = model.w.grad.clone()
-                norm = a.clip_grad_norm_(model.parameters(), 1.5 * expected, norm_type)
-                assert float(norm) == pytest.approx(micro * expected)
+                limit = (1.5 if grows else 0.5) * expected
+                norm = a.clip_grad_norm_(model.parameters(), limit, norm_type)
+                assert float(norm) == pytest.approx(micro * expected if grows else expected)
                 if micro < 3:
                     a.clip_grad_value_(model.parameters(), 0.01)
                     a.unscale_gradients()
@@ -107,6 +108,27 @@ def test_a_norm_beyond_float32_is_no_overflow() -> None:
     assert model.moved == pytest.approx(2.0, rel=1e-5)
     assert a.scaler.get_scale() == SCALE
     assert a.scaler_history.records[-1].grad_norm == pytest.approx(2e18)
+
+
+def test_a_clip_that_is_left_to_the_step_may_be_done_before() -> None:
+    """Beside another optimizer, which is not clipped."""
+    a = ours(ScalerConfig(init_scale=SCALE, fold_unscale=True))
+    (clipped, other), optimizers = models(a, 2, fused=True)
+    a.backward(clipped(3.0))
+    assert float(a.clip_grad_norm_(clipped.parameters(), 3.0)) == 6.0
+    a.backward(other(1.0))
+    a.unscale_gradients()
+    assert clipped.w.grad is not None
+    assert clipped.w.grad.tolist() == pytest.approx([1.5] * 4)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (clipped.moved, other.moved) == (pytest.approx(1.5), 1.0)
+    optimizers[0].zero_grad()
+    a.backward(clipped(3.0))
+    for limit, norm in ((3.0, 6.0), (1.5, 3.0)):
+        assert float(a.clip_grad_norm_(clipped.parameters(), limit)) == pytest.approx(norm)
+    optimizers[0].step()
+    assert clipped.moved == pytest.approx(2.25)
 
 
 SMALL = 64.0

@@ -113,6 +113,15 @@ def test_backoff_ends_a_run_as_update_does_and_names_tensors() -> None:
     assert scaler.get_scale() == 16.0
 
 
+def test_a_fused_step_on_a_cpu_names_what_it_is_skipped_for() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optimizer, scaler = fused_adamw(p), GradScaler("cpu", max_consecutive_skips=1)
+    for value in (1.0, INF):
+        window(scaler, optimizer, value)
+    with pytest.raises(OverflowStreakError, match=r"Non-finite gradients in: "):
+        window(scaler, optimizer, INF)
+
+
 @KINDS
 def test_fp16_gradients_are_refused(kind: type[Stock]) -> None:
     p = nn.Parameter(torch.ones(2, 3, dtype=torch.float16))

@@ -6,12 +6,14 @@
 The cases are those of ``overlap.py``: two lists of parameters, fused AdamW with clipping; between
 two steps the training thread waits for a device (it sleeps), runs small eager operations, or runs
 Python, half as long again as an update takes; with ``both cores taken`` another process computes on
-each core meanwhile. Each of the three modes trains the same number of windows in a process of its
-own, since what one frees decides where the next one's memory lies. They take turns: a few windows
-of each, then the next, so that a noisy machine is noisy for all.
+each core meanwhile. Then each parameter is used, as by a forward. Each mode, and ``sync`` a second
+time, trains the same number of windows in a process of its own, since what one frees decides where
+the next one's memory lies. They take turns: a few windows of each, then the next, so that a noisy
+machine is noisy for all.
 
 The rows: seconds of the whole run of each mode, gradients filled in apart, ``auto`` over the
-better of the other two (the aim is at most 1.02 over 500 windows), how many of its windows ran in
+better of the other two (the aim is at most 1.02 over 500 windows), the second ``sync`` over the
+first (what the machine's noise makes of a ratio of 1), how many windows of ``auto`` ran in
 ``overlap``, and after which window it had decided.
 """
 
@@ -40,7 +42,7 @@ from accel_scaler.async_optimizer import async_stepper
 from accel_scaler.optimizer_step import stepper_of
 
 Shapes = list[tuple[int, ...]]
-MODES = ("sync", "overlap", "auto")
+RUNS = ("sync", "overlap", "auto", "sync")
 SLICE = 4
 """Windows of one mode, before another one's turn: as many as ``auto`` tries one mode for."""
 BUSY = "both cores taken"
@@ -95,7 +97,7 @@ class Run:
         self.decided: int | None = None
 
     def window(self, work: Callable[[], None]) -> None:
-        """Work beside the update before, the wait for that one, then a boundary."""
+        """Work beside the update before, a use of each parameter, then a boundary."""
         bench, clock = self.bench, self.clock
         stepper: Any = stepper_of(bench.optimizer)
         async_stepper.clock = clock
@@ -103,7 +105,8 @@ class Run:
         start = clock()
         bench.model()
         work()
-        stepper.wait()
+        for p in bench.params:  # as a forward does, which waits for the update
+            p.detach()
         clock.stop()
         for p, value in zip(bench.params, bench.template, strict=True):
             p.grad = value.clone()
@@ -144,28 +147,30 @@ def serve(pipe: Connection, shapes: Shapes, mode: str, name: str, busy: float, r
 def row(shapes: Shapes, name: str, busy: float, windows: int) -> None:
     unit = WORK[name]
     rounds = 0 if unit is None else rounds_in(unit, busy)  # the same for all
-    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
-    for mode in MODES:
-        pipes[mode], there = context.Pipe()
+    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
+    for mode in RUNS:
+        pipe, there = context.Pipe()
+        pipes.append(pipe)
         processes.append(
             context.Process(target=serve, args=(there, shapes, mode, name, busy, rounds))
         )
         processes[-1].start()
-    found: dict[str, tuple[float, int, int | None]] = {}
+    found: list[tuple[float, int, int | None]] = []
     with cores_taken(name == BUSY):
         for done in range(0, windows, SLICE):
-            for mode, pipe in pipes.items():
+            found.clear()
+            for pipe in pipes:
                 pipe.send(min(SLICE, windows - done))
-                found[mode] = pipe.recv()
-    for pipe in pipes.values():
+                found.append(pipe.recv())
+    for pipe in pipes:
         pipe.send(0)
     for process in processes:
         process.join()
-    sync, overlap, auto = (found[mode][0] for mode in MODES)
-    _, beside, decided = found["auto"]
+    sync, overlap, auto, again = (seconds for seconds, _, _ in found)
+    _, beside, decided = found[2]
     print(
-        f"{name:<24}{sync:>9.2f}{overlap:>11.2f}{auto:>9.2f}"
-        f"{auto / min(sync, overlap):>15.3f}{beside:>12}{decided or '-':>12}",
+        f"{name:<24}{sync:>9.2f}{overlap:>11.2f}{auto:>9.2f}{auto / min(sync, overlap):>15.3f}"
+        f"{again / sync:>13.3f}{beside:>12}{decided or '-':>12}",
         flush=True,
     )
 
@@ -184,7 +189,7 @@ def main() -> None:
         busy = 1.5 * update_seconds(CASES[case])
         print(f"\n{case}: {busy * 1e3:.1f} ms of work between two steps")
         print(f"{'the training thread':<24}{'sync s':>9}{'overlap s':>11}{'auto s':>9}", end="")
-        print(f"{'auto / better':>15}{'in overlap':>12}{'decided at':>12}")
+        print(f"{'auto / better':>15}{'sync / sync':>13}{'in overlap':>12}{'decided at':>12}")
         for name in [args.work] if args.work else WORK:
             row(CASES[case], name, busy, args.windows)
 

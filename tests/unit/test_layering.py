@@ -49,8 +49,8 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_247,
-    "optimizer_step": 2_022,
+    "scaling": 2_245,
+    "optimizer_step": 2_018,
     "async_optimizer": 4_940,
     "integrations": 1_395,
     "overflow": 2_792,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_171
+MAX_SUM = 18_165
 """The aim is 16,000."""
 
 

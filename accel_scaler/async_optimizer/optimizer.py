@@ -46,8 +46,8 @@ class AsyncOptimizer(Optimizer):
     is what the plain optimizer leaves there; reading or writing it waits for the step.
 
     ``param_groups`` and ``state`` are the wrapped optimizer's: an LR scheduler may be given either
-    optimizer. Saving, loading and evaluating (in ``eval()`` or without gradients) see the newest
-    values; before another read call :meth:`synchronize`. Close it, or use it in a ``with`` block.
+    optimizer. Saving, loading and evaluating (after ``model.eval()``, or without gradients) see the
+    newest values; before another read call :meth:`synchronize`. Close it, or use a ``with`` block.
 
     Args:
         optimizer: one of torch's own (or transformers' Adafactor), whose ``step`` treats each

@@ -10,6 +10,8 @@ parameter that is ready costs nothing.
 Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted functions, collectives
 and ``torch.func`` do not. But each of them checks that its argument is a tensor. Neither pending
 class has ``Tensor`` among its bases, so the check asks for ``__class__``, a property that waits.
+A DTensor (FSDP2, tensor parallelism) needs no such trick: whatever uses it reads its shard, an
+attribute, which waits.
 
 On a device an operation waits on its own stream, and other streams may use the parameter later.
 Until the device is past the update, the class is restored for one operation only; after it the
@@ -163,14 +165,41 @@ class PendingGradient(Tensor, metaclass=_PendingMeta):
     locals().update(_body_of(Tensor))
 
 
-_PENDING_OF: dict[Any, Any] = {nn.Parameter: PendingParameter, Tensor: PendingGradient}
-for _class in _PENDING_OF.values():
+for _class in (PendingParameter, PendingGradient):
     _class.is_made = True
     _class.__bases__ = _class.__bases__  # computes the order of bases anew
 
+_PENDING_OF: dict[Any, Any] = {nn.Parameter: PendingParameter, Tensor: PendingGradient}
+"""Class -> class while pending; DTensor's once there was one."""
+_OWN_OF: dict[Any, Any] = {PendingParameter: nn.Parameter, PendingGradient: Tensor}
+"""Class while pending -> class."""
+
+
+def _add_dtensor(cls: Any) -> None:
+    """Let parameters of ``cls``, torch's ``DTensor``, be held."""
+
+    class PendingDTensor(cls):  # type: ignore[misc]
+        """A DTensor whose update may still be running on the optimizer thread."""
+
+        __slots__ = ()
+        __torch_function__: Any = classmethod(_torch_function)
+
+        @property
+        def _local_tensor(self) -> Tensor:
+            _wait_for(self)
+            local: Tensor = self._local_tensor
+            return local
+
+        @_local_tensor.setter
+        def _local_tensor(self, local: Tensor) -> None:
+            _wait_for(self)
+            self._local_tensor = local
+
+    _PENDING_OF[cls], _OWN_OF[PendingDTensor] = PendingDTensor, cls
+
 
 def _pending_in(value: Any) -> Iterator[Any]:
-    if type(value) in _PENDING_OF.values():
+    if type(value) in _OWN_OF:
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -185,12 +214,13 @@ def _wait_for(t: Any, everywhere: bool = True) -> None:
     uses it then; else only the present one may, and :func:`_take_back` follows. Any thread."""
     if type(t) is PendingGradient:
         _wait_for_gradient(t, everywhere)
+        return
     asked: _Mark | None = None
-    while type(t) is PendingParameter:
+    while type(t) in _OWN_OF:
         with _lock:
             mark = getattr(t, HOLD_KEY, None)
             if mark is None or mark is asked:
-                _CLASS.__set__(t, nn.Parameter)
+                _set_classes([t], _OWN_OF)
                 return
         asked = mark
         if (hold := mark.hold()) is not None:
@@ -203,22 +233,29 @@ def _take_back(tensors: Iterable[Any]) -> None:
     """Make those of ``tensors`` pending again for which other streams still have to wait."""
     with _lock:
         for t in tensors:
-            if hasattr(t, HOLD_KEY) and type(t) in _PENDING_OF:
-                _CLASS.__set__(t, _PENDING_OF[type(t)])
+            if hasattr(t, HOLD_KEY):
+                _set_classes([t], _PENDING_OF)
 
 
-def _hold(tensors: Sequence[Any], hold: object, cls: type) -> None:
-    """``tensors`` wait for ``hold`` from now on. No loop in Python: there may be thousands."""
+def _set_classes(tensors: Sequence[Any], classes: dict[Any, Any]) -> None:
+    """Give each of ``tensors`` the class that ``classes`` has for its own, if any. No loop in
+    Python: there may be thousands."""
+    old = list(map(type, tensors))
+    _consume(map(_CLASS.__set__, tensors, map(classes.get, old, old)))
+
+
+def _hold(tensors: Sequence[Any], hold: object) -> None:
+    """``tensors`` wait for ``hold`` from now on."""
     with _lock:
         _consume(map(setattr, tensors, repeat(HOLD_KEY), repeat(hold)))
-        _consume(map(_CLASS.__set__, tensors, repeat(cls)))
+        _set_classes(tensors, _PENDING_OF)
 
 
 def _release(params: Iterable[Any], mark: object) -> None:
     """Those of ``params`` that wait for ``mark`` are plain parameters again."""
     with _lock:
         mine = [p for p in params if getattr(p, HOLD_KEY, None) is mark]
-        _consume(map(_CLASS.__set__, mine, repeat(nn.Parameter)))
+        _set_classes(mine, _OWN_OF)
         _consume(map(delattr, mine, repeat(HOLD_KEY)))
 
 
@@ -229,14 +266,18 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 def wait_for_parameters(params: Sequence[Tensor]) -> None:
     """Wait for those of ``params`` that are pending, for whatever stream uses them."""
-    if PendingParameter in set(map(type, params)):
+    if not _OWN_OF.keys().isdisjoint(map(type, params)):
         for p in params:
             _wait_for(p)
 
 
 def can_hold_parameters(params: Iterable[Tensor]) -> bool:
-    """Whether uses can be seen: plain parameters, no subclass."""
-    return set(map(type, params)) <= {nn.Parameter, PendingParameter}
+    """Whether uses can be seen: plain parameters and DTensors, no other subclass."""
+    kinds: set[Any] = set(map(type, params))
+    for kind in kinds - {*_PENDING_OF, *_OWN_OF}:
+        if (kind.__module__, kind.__name__) == ("torch.distributed.tensor", "DTensor"):
+            _add_dtensor(kind)
+    return kinds <= {*_PENDING_OF, *_OWN_OF} - {Tensor, PendingGradient}
 
 
 @dataclass(slots=True, eq=False)
@@ -285,7 +326,7 @@ class ParameterHold:
         self._mark = _Mark(weakref.ref(self), self.order, None if self.fence is None else self)
         wait_for_parameters(self.params)
         try:
-            _hold(self.params, self._mark, PendingParameter)
+            _hold(self.params, self._mark)
         except BaseException:  # Ctrl-C, with some of them held
             self.release()
             raise
@@ -341,7 +382,7 @@ class GradientHold:
 
 def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
     """Uses of ``gradients``, plain tensors, wait for ``hold`` from now on; aliases do not."""
-    _hold(gradients, hold, PendingGradient)
+    _hold(gradients, hold)
 
 
 def is_held(grad: Any) -> bool:
@@ -371,4 +412,4 @@ def _wait_for_gradient(grad: Any, everywhere: bool | None) -> None:
         if is_held(grad) and getattr(grad, HOLD_KEY, None) is hold:
             if hold is not None and is_over:
                 delattr(grad, HOLD_KEY)
-            _CLASS.__set__(grad, Tensor)
+            _set_classes([grad], _OWN_OF)

@@ -226,7 +226,7 @@ def resume_delayed(kind: str, settings: Any, full: bool, is_resumed: bool) -> di
         training.step(window)
     stepper: Any = async_stepper_of(training.inner)
     assert stepper.wait()
-    found["shown"] = weights(training.model.parameters())
+    found["shown"] = weights(pair.target for pair in stepper.replica.pairs)
     found["exact"] = weights(pair.stepped for pair in stepper.replica.pairs)
     training.optimizer.synchronize()
     found["state"] = state_of(training.optimizer)

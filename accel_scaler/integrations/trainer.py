@@ -14,7 +14,6 @@ from ..config import ScalerConfig
 from ..errors import StepError
 from ..models import is_replaying
 from ..overflow import refuse_unmatched
-from ..scaling import is_sharded
 from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of, resolved
 
@@ -87,10 +86,9 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
 
 
 class PublishForReaders(TrainerCallback):  # type: ignore[misc]
-    """Publishes each step for readers that cannot wait.
+    """Publishes each step for a reader that cannot: TRL's ``AsyncGRPOTrainer`` sends parameters to
+    a sampler on a thread of its own. The step is finished before other callbacks run.
 
-    TRL sends parameters to a sampler, or mixes them into a reference model, after the step; where
-    a thread or sharding hides the read from us, the step is waited for before other callbacks run.
     The trainer is held weakly, as it holds its callbacks.
     """
 
@@ -100,15 +98,8 @@ class PublishForReaders(TrainerCallback):  # type: ignore[misc]
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer: Any = self._trainer()
         attachment = None if trainer is None else attachment_of(trainer.accelerator)
-        if attachment is not None and _reads_unseen(trainer):
+        if attachment is not None and hasattr(trainer, "weight_transfer"):
             attachment.synchronize()
-
-
-def _reads_unseen(trainer: Any) -> bool:
-    if hasattr(trainer, "weight_transfer"):  # AsyncGRPOTrainer reads on a thread of its own
-        return True
-    sends = getattr(trainer, "use_vllm", False) or getattr(trainer.args, "sync_ref_model", False)
-    return bool(sends) and is_sharded(trainer.model_wrapped.parameters())
 
 
 def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str, Any]) -> Any:

@@ -354,24 +354,16 @@ class Note(TrainerCallback):
             self.newest.append([m.half() for m in masters(self.trainer)])
 
 
-@pytest.mark.parametrize("kind", ["asynchronous", "shards"])
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_what_is_sent_where_nothing_can_wait_is_the_newest(
-    tmp_path: Path, mode: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path, mode: str) -> None:
     """And in ``overlap`` the run is what it is without."""
-    if kind == "shards":  # the models of FSDP2, of which a CPU's Accelerate makes none
-        monkeypatch.setattr("accel_scaler.integrations.trainer.is_sharded", lambda _: True)
     found = []
     for sends in (True, False):
         trainer, sampler = make(tmp_path / str(sends), llama())
         trainer.optimizer = momentum(trainer.model.parameters())
         callback, note = SendOnAThread(), Note(trainer)
         if sends:
-            if kind == "shards":
-                trainer.args.sync_ref_model = True
-            else:
-                trainer.weight_transfer = object()  # by which AsyncGRPOTrainer is known
+            trainer.weight_transfer = object()  # by which AsyncGRPOTrainer is known
             trainer.add_callback(callback)
             trainer.add_callback(note)
         with attached(trainer, mode):

@@ -120,7 +120,7 @@ class Run:
         choice = getattr(stepper, "choice", None)
         if choice is not None:
             self.beside += stepper.timing.step_mode == "overlap"
-            if choice.medians is not None and self.decided is None:
+            if choice.means is not None and self.decided is None:
                 self.decided = len(self.seconds)
 
 

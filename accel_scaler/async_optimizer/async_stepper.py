@@ -417,8 +417,8 @@ class AsyncStepper(Stepper):
         # Not within a window, nor after an error: what is deferred was left to this mode's step.
         self.is_beside = choice.is_beside and not is_joined
         self.reads_beside |= self.is_beside
-        if is_decided and choice.medians is not None and is_rank_0(self.group):
-            sync, overlap = choice.medians
+        if is_decided and choice.means is not None and is_rank_0(self.group):
+            sync, overlap = choice.means
             logger.warning(  # what Python shows by default: who asks for ``auto`` wants to know
                 "step_mode='auto': %s goes on in %r. A window takes %.4g ms in 'sync', %.4g ms in "
                 "'overlap' (%+.1f %%).",

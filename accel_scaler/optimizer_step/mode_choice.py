@@ -1,22 +1,27 @@
 """Chooses, by trying and timing both, whether updates run beside what follows. No torch.
 
 A time is that from one step to the next, whatever is in it: micro-batches, data, an evaluation.
-The ways take turns, and their medians are compared, so that a rare long pause counts for nothing.
+The ways take turns, and the means of their times are compared: where other programs want the
+cores, one window in twenty may take three times as long beside, which a median would not show. What
+is far longer, an evaluation, counts as :data:`LONG` medians.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 
 TURN = 4
 """Steps in a turn of one way; the first and the last of these are not timed."""
-FEW, MANY = 2, 8
-"""After ``FEW`` rounds of two turns the choice may be made, after ``MANY`` it is. One exception:"""
+FEW, MANY = 2, 12
+"""After ``FEW`` rounds of two turns the choice is made if the middle halves of the times lie apart,
+after ``MANY`` in any case. One exception:"""
 FAR = 2.0
 """If each step of the first turn beside takes more than so many times as long as every step inside,
 before that turn and after it, there is no second turn: no pause looks like that."""
+LONG = 2.0
+"""A time counts as so many medians of the slower way at most."""
 SPAN = 64
 """Steps after the decision that are compared with those just after it."""
 CHANGED = 1.25
@@ -33,8 +38,8 @@ class ModeChoice:
     def __init__(self) -> None:
         self.is_beside = False
         """How the next update runs: beside what follows, or inside ``step()``."""
-        self.medians: tuple[float, float] | None = None
-        """Median seconds a step, inside and beside, at the last decision; None: not yet."""
+        self.means: tuple[float, float] | None = None
+        """Seconds a step, inside and beside, at the last decision; None: not yet."""
         self._modes: deque[bool | None] = deque(maxlen=3)
         """Whether each of the last steps ran beside; None: it was skipped."""
         self._last = 0.0
@@ -74,11 +79,15 @@ class ModeChoice:
             return False
         answer = agree(self._answer(is_last=turns >= 2 * MANY))
         if answer:
-            inside, beside = (median(self._times[way] or [0.0]) for way in (False, True))
-            self.medians = inside, beside
+            self.means = self._means()
             self._measure(0)
             self._is_measuring, self.is_beside = False, answer > 1
         return bool(answer)
+
+    def _means(self) -> tuple[float, float]:
+        inside, beside = (self._times[way] or [0.0] for way in (False, True))
+        most = LONG * max(median(inside), median(beside))
+        return fmean(min(s, most) for s in inside), fmean(min(s, most) for s in beside)
 
     def _answer(self, is_last: bool) -> int:
         """0: measure on; 1: inside ``step()``; 2: beside."""
@@ -88,7 +97,8 @@ class ModeChoice:
             return 1
         if timed < FEW * (TURN - 2):  # too early, or many were skipped
             return 0
-        low, high = sorted((inside, beside), key=median)
+        of_inside, of_beside = self._means()
+        low, high = (beside, inside) if of_beside < of_inside else (inside, beside)
         is_clear = quantiles(low, method="inclusive")[2] < quantiles(high, method="inclusive")[0]
         return (2 if low is beside else 1) if is_clear or is_last else 0
 

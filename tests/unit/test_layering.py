@@ -51,7 +51,7 @@ WITHOUT_TORCH = {
 MAX_LINES = {
     "scaling": 2_245,
     "optimizer_step": 2_018,
-    "async_optimizer": 4_981,
+    "async_optimizer": 4_996,
     "integrations": 1_386,
     "overflow": 2_792,
     "telemetry": 1_501,

@@ -107,10 +107,6 @@ def _body_of(*classes: type) -> dict[str, Any]:
         # Not the real class: that is what the question began with, and the answer would be no.
         return Plain
 
-    def set_class(self: Any, cls: Any) -> None:
-        _wait_for(self)
-        _CLASS.__set__(self, cls)
-
     def dict_of(self: Any) -> Any:
         _wait_for(self)
         return self.__dict__
@@ -121,10 +117,9 @@ def _body_of(*classes: type) -> dict[str, Any]:
     for name in ("__weakref__", "__doc__", "__module__"):
         found.pop(name, None)
     found["__dict__"] = property(dict_of)
-    found["__class__"] = property(class_of, set_class)
+    found["__class__"] = property(class_of, _set_class)
     found["__torch_function__"] = classmethod(_torch_function)
-    for name in ("as_subclass", "set_", "__deepcopy__", "__reduce_ex__"):
-        found[name] = _waiting(name)
+    found.update(_methods_that_wait())
     return found
 
 
@@ -143,9 +138,22 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
         _take_back(pending)
 
 
-def _waiting(name: str) -> Any:
-    """A method that does not ask ``__torch_function__``, or that copies the class as well."""
+def _get_class(self: Any) -> Any:
+    _wait_for(self)
+    return type(self)
 
+
+def _set_class(self: Any, cls: Any) -> None:
+    _wait_for(self)
+    _CLASS.__set__(self, cls)
+
+
+def _methods_that_wait() -> dict[str, Any]:
+    """Those that do not ask ``__torch_function__``, or that copy class and attributes as well."""
+    return {n: _waiting(n) for n in ("as_subclass", "set_", "__deepcopy__", "__reduce_ex__")}
+
+
+def _waiting(name: str) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _wait_for(self)
         return getattr(self, name)(*args, **kwargs)
@@ -183,11 +191,18 @@ def _add_dtensor(cls: Any) -> None:
 
         __slots__ = ()
         __torch_function__: Any = classmethod(_torch_function)
+        locals().update(_methods_that_wait())
+
+        # torch.utils.swap_tensors, as in module.to(), gives class and attributes to another tensor.
+        __class__: Any = property(_get_class, _set_class)
 
         @property
         def _local_tensor(self) -> Tensor:
-            _wait_for(self)
+            # Pending again after it, as after an operation: a thread that does not train reads old
+            # values in ``delayed``, and the one that trains has yet to publish the newest.
+            _wait_for(self, everywhere=False)
             local: Tensor = self._local_tensor
+            _take_back([self])
             return local
 
         @_local_tensor.setter

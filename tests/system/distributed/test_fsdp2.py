@@ -7,8 +7,11 @@ before the gather.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import textwrap
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.optimization import Adafactor
 from two_ranks import (
     CLIP,
@@ -60,6 +64,7 @@ from two_ranks import (
 from versions import before_torch
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, attach
+from accel_scaler.async_optimizer.pending_parameter import ParameterHold, can_hold_parameters
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
@@ -283,6 +288,81 @@ def test_checkpoints_interchange_with_the_stock_optimizer(tmp_path: Path) -> Non
             assert torch.equal(mine["weights"], stock["weights"])
             assert len(mine["state"]) == len(stock["state"]) > 0
             assert all(map(torch.equal, mine["state"], stock["state"]))
+
+    on_two_ranks(body, tmp_path)
+
+
+def test_a_read_on_another_thread_leaves_the_newest_to_the_one_that_trains(tmp_path: Path) -> None:
+    """In ``delayed`` the other one sees what a forward would, one step before."""
+
+    def shards(settings: dict[str, Any] | None) -> list[list[Any]]:
+        training = Training("sgd", settings)
+        params: list[Any] = list(training.model.parameters())
+        found: list[list[Any]] = [[]]
+
+        def read() -> None:
+            found[-1] = [p.to_local().detach().clone() for p in params]
+
+        for window in range(3):
+            training.step(window)
+            thread = threading.Thread(target=read)
+            thread.start()
+            thread.join()
+            found.append([])
+            read()
+            found.append([])
+        if settings is not None:
+            training.optimizer.close()
+        assert {type(p) for p in params} == {DTensor}
+        return found[:-1]
+
+    def body() -> None:
+        stock = shards(None)
+        with lazy():
+            mine = shards(DELAYED)
+        assert same(mine[1::2], stock[1::2])
+        assert not any(map(same, mine[0::2], stock[0::2]))
+
+    on_two_ranks(body, tmp_path)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "copied": lambda p: type(copy.copy(p)),
+    "copied deeply": lambda p: sorted(vars(copy.deepcopy(p))),
+    "pickled": lambda p: torch.save(p, io.BytesIO()),
+    "read": lambda p: type(p.to_local()),
+    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.ones_like(p.detach()))),
+    "moved": lambda p: nn.ParameterList([p]).double()[0].dtype,  # swaps, too
+    "asked for its class": lambda p: p.__class__,
+}
+
+
+class Never:
+    """The order of a device that is past a part only once the host has waited for it."""
+
+    def is_past(self, part: int, wait: bool) -> bool:
+        return wait
+
+
+def test_a_shard_that_stays_pending_behind_a_device_is_used_as_torchs(tmp_path: Path) -> None:
+    """What copies or moves its attributes takes nothing of the wait with it."""
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for name, use in USES.items():
+            plain, pending = (
+                nn.Parameter(distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
+                for _ in range(2)
+            )
+            order: Any = Never()
+            assert can_hold_parameters([pending])
+            hold = ParameterHold([pending], [1], {id(pending): 1}, lambda part: part, order)
+            assert type(pending) is not DTensor
+            assert use(pending) == use(plain), name
+            hold.release()
+            assert type(pending) is DTensor
+            assert vars(pending) == vars(plain)
+            assert torch.equal(pending.to_local(), plain.to_local())
 
     on_two_ranks(body, tmp_path)
 

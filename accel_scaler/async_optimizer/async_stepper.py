@@ -846,7 +846,8 @@ class AsyncStepper(Stepper):
         """A training forward begins: parameters are what it is to see."""
         step = self._inflight
         if step is not None:
-            step.lift_fence(keep=self.wait_at is not WaitAt.FORWARD)
+            # FSDP2 reads shards unseen, but a hook or a loss may read them as well.
+            step.lift_fence(keep=self.wait_at is not WaitAt.FORWARD or self.replica.is_sharded)
 
     def begin_forward(self) -> None:
         """A training forward begins."""

@@ -365,9 +365,8 @@ def _export(pair: ParameterPair, value: Any) -> Any:
             value = value.clone()
         else:
             value = dlpack.from_dlpack(dlpack.to_dlpack(value.detach()))  # type: ignore[attr-defined]
-    if not (
-        hasattr(p, "to_local") and isinstance(value, Tensor) and value.shape == pair.target.shape
-    ):
+    is_shard = isinstance(value, Tensor) and not hasattr(value, "to_local")
+    if not (hasattr(p, "to_local") and is_shard and value.shape == pair.target.shape):
         return value
     from torch.distributed.tensor import DTensor
 

@@ -326,6 +326,55 @@ def test_a_read_on_another_thread_leaves_the_newest_to_the_one_that_trains(tmp_p
     on_two_ranks(body, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "settings", [OVERLAP, DELAYED, PREVIEW], ids=["overlap", "delayed", "preview"]
+)
+def test_a_read_in_a_forward_sees_what_the_forward_does(settings: Any, tmp_path: Path) -> None:
+    """Whether the worker is done by then or starts only when somebody waits."""
+
+    def shards() -> list[Any]:
+        training, found = Training("sgd", settings), list[Any]()
+        params: list[Any] = list(training.model.parameters())
+
+        def read(*_: object) -> None:
+            found.append([p.to_local().detach().clone() for p in params])
+
+        training.model.blocks[0].register_forward_pre_hook(read)
+        for window in range(4):
+            stepper: Any = async_stepper_of(training.inner)
+            assert is_lazy or stepper.wait()
+            training.step(window)
+        training.optimizer.close()
+        return [*found, weights(params)]
+
+    def body() -> None:
+        nonlocal is_lazy
+        early = shards()
+        is_lazy = True
+        with lazy():
+            assert same(shards(), early)
+
+    is_lazy = False
+    on_two_ranks(body, tmp_path)
+
+
+def test_what_was_loaded_is_saved_without_a_step_between(tmp_path: Path) -> None:
+    """A tensor of one element is its shard on rank 0, and a DTensor while it is only loaded."""
+
+    def body() -> None:
+        saved = []
+        for settings in (None, {"mode": "sync"}, OVERLAP):
+            training = Training("sgd", settings)
+            training.step(0)
+            first = training.saved(StateDictOptions())
+            set_model_state_dict(training.model, first[0])
+            set_optimizer_state_dict(training.model, training.optimizer, first[1])
+            saved.append(state_of(training.optimizer))
+        assert same(saved[1:], [saved[0]] * 2)
+
+    on_two_ranks(body, tmp_path)
+
+
 USES: dict[str, Callable[[Any], Any]] = {
     "copied": lambda p: type(copy.copy(p)),
     "copied deeply": lambda p: sorted(vars(copy.deepcopy(p))),

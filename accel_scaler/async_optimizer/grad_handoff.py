@@ -20,8 +20,14 @@ from .streams import PartEvents, SideStreams
 _count_of: Callable[[int], int] = torch._C._storage_Use_Count
 _address_of, _layout_of, _data_of = map(attrgetter, ("_cdata", "layout", "data"))
 
-OWN = 2
-"""Uses of a storage that only one tensor has: by that tensor, and by ``untyped_storage()``."""
+
+def _uses_of(tensor: Tensor) -> int:
+    return _count_of(tensor.untyped_storage()._cdata)
+
+
+OWN = _uses_of(torch.empty(1))
+"""Uses of a storage that only one tensor has. Newer torch counts what ``untyped_storage()`` returned
+as well, which torch 2.6 has dropped by then."""
 
 
 def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -47,7 +53,7 @@ def is_shared(grad: Tensor) -> bool:
     """Whether its memory is another tensor's, too."""
     if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
         return False
-    return _count_of(grad.untyped_storage()._cdata) > OWN
+    return _uses_of(grad) > OWN
 
 
 def read_in_place(

@@ -17,17 +17,9 @@ from .master_params import ParameterPair, goes_to_master
 from .pending_parameter import GradientHold, hold_gradients, wait_for_gradients
 from .streams import PartEvents, SideStreams
 
+_storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 _count_of: Callable[[int], int] = torch._C._storage_Use_Count
-_address_of, _layout_of, _data_of = map(attrgetter, ("_cdata", "layout", "data"))
-
-
-def _uses_of(tensor: Tensor) -> int:
-    return _count_of(tensor.untyped_storage()._cdata)
-
-
-OWN = _uses_of(torch.empty(1))
-"""Uses of a storage that only one tensor has. Newer torch counts what ``untyped_storage()`` returned
-as well, which torch 2.6 has dropped by then."""
+_layout_of, _data_of = map(attrgetter, ("layout", "data"))
 
 
 def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -39,8 +31,8 @@ def readable_in_place(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     found: list[Any] = list(grads)
     if {Tensor} == set(map(type, found)) and {torch.strided} == set(map(_layout_of, found)):
         # Maps over C functions: with thousands of gradients a Python loop would show.
-        counts = map(_count_of, map(_address_of, map(Tensor.untyped_storage, found)))
-        return [grad if count <= OWN else None for grad, count in zip(found, counts, strict=True)]
+        counts = map(_count_of, map(_storage_of, found))
+        return [grad if count == 1 else None for grad, count in zip(found, counts, strict=True)]
     return [
         grad
         if type(grad) is Tensor and grad.layout is torch.strided and not is_shared(grad)
@@ -53,7 +45,7 @@ def is_shared(grad: Tensor) -> bool:
     """Whether its memory is another tensor's, too."""
     if grad.layout is not torch.strided:  # DDP reduces each of these by itself, into its own memory
         return False
-    return _uses_of(grad) > OWN
+    return _count_of(_storage_of(grad)) > 1
 
 
 def read_in_place(
@@ -114,8 +106,8 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
         if grad is None:
             streams.follow(event)
         else:
-            hold = GradientHold(partial(streams.follow, event), PartEvents(streams, [event]))
-            hold_gradients([grad], hold)
+            follow, order = partial(streams.follow, event), PartEvents(streams, [event])
+            hold_gradients([grad], GradientHold(follow, lambda: True, order))
 
 
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:

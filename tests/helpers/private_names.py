@@ -128,7 +128,13 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             *("_fused_sgd_", "_C", "_compile", "_guards", "_dynamo", "_functorch", "_subclasses"),
         ),
         "torch._C": (
-            *("_storage_Use_Count", "DisableTorchFunctionSubclass", "_dynamo", "_functorch"),
+            *(
+                "_storage_Use_Count",
+                "_storage_address",
+                "DisableTorchFunctionSubclass",
+                "_dynamo",
+                "_functorch",
+            ),
             *("_is_tracing", "_current_graph_task_id"),
         ),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),

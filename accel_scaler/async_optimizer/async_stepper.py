@@ -60,9 +60,10 @@ from .grad_handoff import (
     unguard,
     unscaled_in_place,
 )
-from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_hold
+from .inflight_step import MIN_WAIT_S, InflightStep, Update, WaitAt, gradient_wait
 from .master_params import MASTER, MasterRule
 from .pending_parameter import (
+    GradientHold,
     hold_gradients,
     is_held,
     wait_for_gradients,
@@ -607,10 +608,11 @@ class AsyncStepper(Stepper):
         self, step: InflightStep, held: Sequence[Tensor | None], first: int
     ) -> None:
         """Make each use of ``held`` wait until its part is done; the first is number ``first``."""
-        ref = weakref.ref(self)
+        ref, order = weakref.ref(self), step.order
         for number, part in enumerate(self.replica.parts if held else (), first):
             mine = [grad for grad in held[part.start : part.end] if grad is not None]
-            hold_gradients(mine, gradient_hold(ref, step, number))
+            wait = gradient_wait(ref, step, number)
+            hold_gradients(mine, GradientHold(wait, order, number))
 
     def _launch(self, step: InflightStep, inline: bool) -> None:
         task = step.task

@@ -106,8 +106,8 @@ def keep_sent(grads: Sequence[Tensor | None], events: Sequence[Any], streams: Si
         if grad is None:
             streams.follow(event)
         else:
-            follow, order = partial(streams.follow, event), PartEvents(streams, [event])
-            hold_gradients([grad], GradientHold(follow, lambda: True, order))
+            hold = GradientHold(partial(streams.follow, event), PartEvents(streams, [event]))
+            hold_gradients([grad], hold)
 
 
 def on_host(deferred: DeferredUnscale) -> DeferredUnscale:

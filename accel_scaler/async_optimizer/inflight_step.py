@@ -18,7 +18,7 @@ from ..errors import StepError
 from ..optimizer_step import StepTiming
 from ..scaling import SMALL, DeferredUnscale
 from .master_params import goes_to_master
-from .pending_parameter import GradientHold, ParameterHold, can_hold_parameters
+from .pending_parameter import ParameterHold, can_hold_parameters
 from .preview import Previews
 from .replica import Part, Replica
 from .streams import PartEvents
@@ -279,8 +279,8 @@ class InflightStep:
             pair.publish(self.streams)
 
 
-def gradient_hold(stepper: weakref.ref[Any], step: InflightStep, part: int) -> GradientHold:
-    """What gradients wait for that ``step`` reads; keeps neither stepper nor step alive."""
+def gradient_wait(stepper: weakref.ref[Any], step: InflightStep, part: int) -> Callable[[], object]:
+    """The wait for a gradient that ``step`` reads; keeps neither stepper nor step alive."""
     ref, task, events, streams = weakref.ref(step), step.task, step.events, step.streams
 
     def wait() -> None:
@@ -296,4 +296,4 @@ def gradient_hold(stepper: weakref.ref[Any], step: InflightStep, part: int) -> G
         for event in events[part - 1 : part]:
             streams.follow(event)
 
-    return GradientHold(wait, lambda: task.done >= part, step.order, part)
+    return wait

@@ -22,15 +22,10 @@ done. Dropping it does not wait. Reading it, zeroing it in place or adding to it
 parameter. autograd adds to it without asking, so what starts a backward waits: see
 :meth:`accel_scaler.optimizer_step.stepper.Stepper.wait_for_gradients`.
 
-A pending parameter keeps what it waits for in an attribute (``HOLD_KEY``). It refers to its hold
-weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
+A pending tensor keeps what it waits for in an attribute (``HOLD_KEY``). A parameter refers to its
+hold weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
 order of the device's work. Only where the model does not have the newest values yet, a parameter
 keeps the hold, which can publish them, until its next use.
-
-Gradients are new in each window. An attribute would give each of them a dict, and with thousands
-of new dicts a step Python's garbage collector walks all objects of the process every few steps, a
-pause of 0.2 s. So what gradients wait for stands in a table, by ``id``. An entry may outlive its
-gradient; those of no use are dropped when the table has grown to twice its size.
 
 Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
 guards the attribute and every change of a class; nobody waits under it.
@@ -61,11 +56,7 @@ _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread holds it."""
 
 HOLD_KEY = "accel_scaler_hold"
-"""Attribute of a pending parameter: its ``_Mark``."""
-_hold_of: dict[int, GradientHold] = {}
-"""``id`` of a pending gradient -> what it waits for; none: nothing any more."""
-_most = 1024
-"""Entries of ``_hold_of`` above which those of no use are dropped."""
+"""Attribute of a pending gradient: its :class:`GradientHold`; of a parameter: its ``_Mark``."""
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 _grad_of = attrgetter("grad")
@@ -257,7 +248,7 @@ def _take_back(tensors: Iterable[Any]) -> None:
     """Make those of ``tensors`` pending again for which other streams still have to wait."""
     with _lock:
         for t in tensors:
-            if id(t) in _hold_of if type(t) is Tensor else hasattr(t, HOLD_KEY):
+            if hasattr(t, HOLD_KEY):
                 _set_classes([t], _PENDING_OF)
 
 
@@ -268,11 +259,11 @@ def _set_classes(tensors: Sequence[Any], classes: dict[Any, Any]) -> None:
     _consume(map(_CLASS.__set__, tensors, map(classes.get, old, old)))
 
 
-def _hold(params: Sequence[Any], mark: _Mark) -> None:
-    """``params`` wait for ``mark`` from now on."""
+def _hold(tensors: Sequence[Any], hold: object) -> None:
+    """``tensors`` wait for ``hold`` from now on."""
     with _lock:
-        _consume(map(setattr, params, repeat(HOLD_KEY), repeat(mark)))
-        _set_classes(params, _PENDING_OF)
+        _consume(map(setattr, tensors, repeat(HOLD_KEY), repeat(hold)))
+        _set_classes(tensors, _PENDING_OF)
 
 
 def _release(params: Iterable[Any], mark: object) -> None:
@@ -393,34 +384,20 @@ class ParameterHold:
 
 @dataclass(slots=True, eq=False)
 class GradientHold:
-    """Gradients that the optimizer thread reads until a part of its task is done. It does not refer
-    to them: nothing keeps a gradient that its owner has dropped."""
+    """Gradients that the optimizer thread reads until a part of its task is done. Each of them
+    refers to it, so that nothing keeps a gradient that its owner has dropped."""
 
     wait: Callable[[], object]
     """Called on the thread that uses one; raises ``StepError`` where the step was lost."""
-    is_done: Callable[[], bool]
-    """Whether ``wait`` would return at once."""
     order: PartEvents | None = None
     """The parts on the device, where ``wait`` orders the present stream only."""
     part: int = 1
     """The number of the part that reads them."""
 
-    def is_over(self) -> bool:
-        """Whether every stream may use them. Does not wait."""
-        return self.is_done() and (self.order is None or self.order.is_past(self.part))
-
 
 def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
     """Uses of ``gradients``, plain tensors, wait for ``hold`` from now on; aliases do not."""
-    global _most
-    with _lock:
-        if len(_hold_of) > _most:
-            over = {hold for hold in set(_hold_of.values()) if hold.is_over()}
-            for key in [key for key, hold in _hold_of.items() if hold in over]:
-                del _hold_of[key]
-            _most = 2 * max(len(_hold_of), 512)
-        _hold_of.update(zip(map(id, gradients), repeat(hold), strict=False))
-        _set_classes(gradients, _PENDING_OF)
+    _hold(gradients, hold)
 
 
 def is_held(grad: Any) -> bool:
@@ -440,14 +417,14 @@ def wait_for_gradients(params: Iterable[Tensor]) -> None:
 
 def _wait_for_gradient(grad: Any, everywhere: bool | None) -> None:
     """See :func:`_wait_for`. None: for the present stream, which is to write to it."""
-    hold = _hold_of.get(id(grad))
+    hold = getattr(grad, HOLD_KEY, None)
     is_over = True
     if hold is not None:  # else another thread has just waited for it
         hold.wait()
         if hold.order is not None and everywhere is not None:
             is_over = hold.order.is_past(hold.part, wait=everywhere)
     with _lock:
-        if is_held(grad) and _hold_of.get(id(grad)) is hold:
-            if is_over:
-                _hold_of.pop(id(grad), None)
+        if is_held(grad) and getattr(grad, HOLD_KEY, None) is hold:
+            if hold is not None and is_over:
+                delattr(grad, HOLD_KEY)
             _set_classes([grad], _OWN_OF)

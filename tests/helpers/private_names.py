@@ -120,7 +120,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             *("_check_scale_growth_tracker", "_check_inf_per_device", "_unscale_grads_"),
         ),
         "torch.Tensor": ("_version", "_indices", "_values", "_backward_hooks"),
-        "torch.UntypedStorage": ("_cdata",),
         "torch": (
             *("_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_", "_foreach_norm"),
             *("_foreach_mul_", "_foreach_div_", "_foreach_copy_", "_foreach_addcmul_"),

@@ -51,7 +51,7 @@ WITHOUT_TORCH = {
 MAX_LINES = {
     "scaling": 2_245,
     "optimizer_step": 2_028,
-    "async_optimizer": 5_015,
+    "async_optimizer": 4_994,
     "integrations": 1_386,
     "overflow": 2_792,
     "telemetry": 1_501,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_241
+MAX_SUM = 18_220
 """The aim is 16,000."""
 
 

@@ -48,7 +48,7 @@ class Lent:
     def __init__(self) -> None:
         self.grad = torch.full((2, 3), BEFORE)
         self.memory, self.waits = self.grad.data, 0
-        hold_gradients([self.grad], GradientHold(self.wait, lambda: self.waits > 0))
+        hold_gradients([self.grad], GradientHold(self.wait))
 
     def wait(self) -> None:
         self.waits += 1

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from async_support import lazy
 from children import on_two_ranks
+from support import same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -133,12 +134,6 @@ def trained(make: Callable[[], nn.Module], mode: str | None, read: Callable[[Any
     if mode is not None:
         optimizer.close()
     return found
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 @pytest.mark.parametrize("mode", ["overlap", "delayed"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from two_ranks import weights, whole
+from versions import release
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
 
@@ -21,6 +22,8 @@ STEPS = 6
 OVERFLOW = 2
 """The window in which one element of rank 1's shard becomes inf."""
 SCALE = 1024.0
+ROUNDED: dict[str, Any] = {"rtol": 1e-6, "atol": 0.0} if release("torch") < (2, 7) else {}
+"""torch 2.6 leaves a norm over shards to be summed up, in another order than one process does."""
 
 
 class Net(nn.Module):
@@ -117,8 +120,8 @@ def test_two_ranks_train_as_one_process_does(mode: str, clip: bool, tmp_path: Pa
             torch.testing.assert_close(found, expected)
             if clip:
                 assert its_norms.pop(OVERFLOW) == float("inf")
-                norms = [norm for norm in norms if norm != float("inf")]
-                torch.testing.assert_close(torch.tensor(its_norms), torch.tensor(norms))
+                finite = norms[:OVERFLOW] + norms[OVERFLOW + 1 :]
+                torch.testing.assert_close(its_norms, finite, **ROUNDED)
 
     on_two_ranks(body, tmp_path)
 
@@ -130,7 +133,7 @@ def test_who_shards_by_himself_says_so(sharded: bool, tmp_path: Path) -> None:
     def body() -> None:
         p = nn.Parameter(torch.ones(3))
         scaler = GradScaler("cpu", init_scale=SCALE)
-        inner = torch.optim.SGD([p], lr=0.004)
+        inner = torch.optim.SGD([p], lr=0.125)
         with AsyncOptimizer(inner, scaler=scaler, mode="sync", sharded=sharded) as optimizer:
             scaler.scale((p * (float("inf") if dist.get_rank() == 1 else 1.0)).sum()).backward()
             optimizer.step()
@@ -146,7 +149,7 @@ def test_an_overflow_beside_shards_is_one_for_all(tmp_path: Path) -> None:
     def body() -> None:
         model, plain = Net(init_device_mesh("cpu", (RANKS,))), nn.Parameter(torch.ones(3))
         scaler = GradScaler("cpu", init_scale=SCALE)
-        inner = torch.optim.SGD([*model.parameters(), plain], lr=0.004)
+        inner = torch.optim.SGD([*model.parameters(), plain], lr=0.125)
         with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
             factor = float("inf") if dist.get_rank() == 1 else 1.0
             scaler.scale(model(batch(0)) + (plain * factor).sum()).backward()

@@ -38,17 +38,20 @@ train: $(RECIPES)
 		recipes/finetune_classifier.py --output_dir out/train/model
 	$(BIN)/accel-scaler report out/train/run.jsonl -o out/train/report.html
 
+# These compare with a CPU's numbers, also where there is a GPU.
+ON_CPU = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+
 # One test file on each core, so one thread each. No process is started.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not process" -n $(WORKERS) \
+	$(ON_CPU) $(BIN)/python -m pytest -m "not gpu and not process" -n $(WORKERS) \
 		--dist loadfile --durations=15 $(TESTS) $(ARGS)
 
 # Everything; then the kernels once more, over all threads.
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile \
+	$(ON_CPU) $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile \
 		--durations=15 $(ARGS)
 ifeq ($(ARGS),)
-	$(BIN)/python -m pytest -q $(THREADED)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q $(THREADED)
 endif
 
 test-gpu: $(STAMP)

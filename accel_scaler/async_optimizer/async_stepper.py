@@ -3,6 +3,14 @@
 ``sync``: on the training thread (or awaited, with state in host memory). ``overlap``: part by part
 in the model's order, each parameter awaited where it is used. ``delayed``: masters are updated, and
 published one step late (:mod:`.delayed`). ``auto``: each step as in ``sync`` or as in ``overlap``.
+
+Note [Steps on a device]
+------------------------
+A device runs the kernels of an ``overlap`` step beside those of the forward by itself, on the side
+stream. So ``step()`` enqueues them, as it does in ``sync``: on the optimizer thread the same calls
+would compete with the forward's for the interpreter's lock (H200, 48 tensors: 5 ms a window, where
+AdamW takes 1 ms). The thread is for what the host does (a CPU's steps, ``offload``), for functions
+given to ``submit()``, and for ``delayed``, which waits for the device in the middle of a step.
 """
 
 from __future__ import annotations
@@ -434,6 +442,11 @@ class AsyncStepper(Stepper):
         """The mode of the present window, where it is chosen."""
         return "overlap" if self.is_beside else "sync"
 
+    @property
+    def _enqueues(self) -> bool:
+        """An update beside the training is enqueued by ``step()``. See Note [Steps on a device]."""
+        return self.delayed is None and self.streams.copies_beside and not self.replica.offload
+
     def _agree(self, answer: int) -> int:
         is_common = self.group is not None or self.replica.is_sharded
         return of_rank_0(answer, self.streams.device, self.group) if is_common else answer
@@ -486,7 +499,9 @@ class AsyncStepper(Stepper):
             forbid_sparse(replica.ordered, found, self._names)
         replica.prepare(found)
         is_stale, previews = self._choose_delay(found, fn)
-        inline = fn is None and not (self.is_beside or replica.offload)
+        is_beside = self.is_beside or replica.offload or fn is not None
+        # See Note [Steps on a device].
+        here = not is_beside or (fn is None and self._enqueues)
         update, held = self._take_gradients(found, deferred, fn, previews)
         step = InflightStep(
             self,
@@ -494,6 +509,7 @@ class AsyncStepper(Stepper):
             update,
             publishes_first=self.has_newer or previews is not None,
             is_stale=is_stale,
+            is_beside=is_beside,
             number=self.steps + 1,
         )
         if replica.is_sharded:  # FSDP2 took them on a stream of its own
@@ -520,7 +536,7 @@ class AsyncStepper(Stepper):
             self.timing = step.timing
             self.steps += 1
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
-            self._launch(step, inline)
+            self._launch(step, here)
             if reads_device and sum(grad is not None for grad in held) < len(stepped):
                 self._await_part(step, step.lead)  # others write to it unseen
         except BaseException as error:  # Ctrl-C, or no thread to be had
@@ -535,7 +551,7 @@ class AsyncStepper(Stepper):
                     type(self.optimizer).__name__,
                     type(error).__name__,
                 )
-            elif inline:
+            elif here:
                 if step.task.end(error) or not isinstance(error, Exception):
                     logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
                 self._lose(step)
@@ -614,15 +630,16 @@ class AsyncStepper(Stepper):
             wait = gradient_wait(ref, step, number)
             hold_gradients(mine, GradientHold(wait, order, number))
 
-    def _launch(self, step: InflightStep, inline: bool) -> None:
+    def _launch(self, step: InflightStep, here: bool) -> None:
         task = step.task
-        if inline:
+        if here:
             task.timing.inline = True
             task.execute()
             if task.error is not None and not isinstance(task.error, Exception):
                 raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
-            self.finish()
-            return
+            if task.error is not None or not step.is_beside:
+                self.finish()
+                return
         is_seen = self.is_beside and step.is_seen_by_next_forward
         is_fenced = self.has_newer and self.sees_forwards
         if self.wait_at is not WaitAt.STEP and (is_seen or is_fenced):
@@ -630,7 +647,8 @@ class AsyncStepper(Stepper):
             # hooks to nothing.
             fence = self._publish_for_reader if is_fenced else None
             step.hold_parameters(self.await_part, fence)
-        self.worker.submit(task)
+        if not here:
+            self.worker.submit(task)
         is_awaited_later = step.hold is not None or self.wait_at is WaitAt.FORWARD
         if not self.is_beside or (is_seen and not is_awaited_later):
             if self.has_newer:

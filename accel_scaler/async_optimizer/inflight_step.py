@@ -81,6 +81,8 @@ class InflightStep:
     publishes_first: InitVar[bool]
     is_stale: bool
     """The update is published at the next boundary."""
+    is_beside: bool
+    """Its kernels go to the side stream, not to that of the training thread."""
     number: int
     """The update's number, for errors."""
     hold: ParameterHold | None = None
@@ -173,13 +175,12 @@ class InflightStep:
             "gradients of this step are gone; the next step works with new ones."
         )
 
-    # The work, on the optimizer thread, or inline.
+    # The work, on the optimizer thread or in step().
 
     @torch.no_grad()
     def _work(self, owner: object, update: Update, task: Task) -> None:
         replica, streams = self.replica, self.streams
-        # What the training thread steps itself is in order on its own stream.
-        with nullcontext() if task.timing.inline else self._beside(update):
+        with self._beside(update) if self.is_beside else nullcontext():
             try:
                 if update.on_edits is not None and (edited := replica.take_edits()):
                     update.on_edits(edited)

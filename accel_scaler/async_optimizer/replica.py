@@ -46,10 +46,10 @@ from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import refuse_replaced, refuse_spread, refuse_unsteppable
 
-PARTS = 32
-"""About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
+PARTS, DEVICE_PARTS = 32, 4
+"""About how many parts a step has: each costs some Python, in which a device steps more."""
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
-"""Elements in a part, unless one parameter alone has more."""
+"""Elements in a part, unless one parameter alone has more; a device's have no largest size."""
 
 _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
@@ -261,7 +261,10 @@ class Replica:
         in_order = sorted(self.pairs, key=lambda pair: ranks.get(id(pair.param), last))
         self.ordered = ordered = self.pairs if self._shares_memory else in_order
         sizes = [pair.stepped.numel() for pair in ordered]
-        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
+        if self.offload or self.streams.is_host:
+            size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
+        else:
+            size = max(sum(sizes) // DEVICE_PARTS, SMALLEST_PART)
         cuts, have = [0], 0
         for end, length in enumerate(sizes, 1):
             have += length
@@ -355,7 +358,8 @@ class Replica:
             return
         for group in self.copy.param_groups:
             streams.keep(_tensors_in([v for key, v in group.items() if key != "params"]))
-        values = _values_of(self.copy.state)
+        # In ``auto`` steps on either stream use the scratch.
+        values = [*_values_of(self.copy.state), *self._scratch.tensors]
         home, recorded = self._recorded
         if home != streams.home or not are_same(values, recorded):
             streams.keep(_tensors_in(values), at_home=True)

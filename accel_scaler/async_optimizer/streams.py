@@ -24,7 +24,8 @@ Gradients
     their memory, home copies them. FSDP2's come from a stream of its own: recorded on home.
 Optimizer state, loaded or made by a step; step counts
     Side writes and reads it; home reads it after ``synchronize()``. Its memory may come from home's
-    pool or from side's: recorded on both, before a step and after it.
+    pool or from side's: recorded on both, before a step and after it. So is scratch, which steps
+    inside ``step()`` use as well (``auto``).
 Hyperparameters that are tensors, factors that unscale and clip
     Home writes copies of them at the hand-over, side reads them after ``ready``. Recorded on side.
 Gradients on the host, pinned
@@ -108,6 +109,8 @@ class SideStreams:
         if event is None or self._backend is None:
             return
         stream = self._backend.current()
+        if event is self.followed and stream == self.home:
+            return  # each parameter of a part asks
         for each in (stream,) if self.home in (None, stream) else (stream, self.home):
             with self._backend.on(each):
                 event.wait()

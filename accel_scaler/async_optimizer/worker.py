@@ -58,7 +58,7 @@ class Task:
         self.is_known = False
         """A caller has learned that it failed."""
         self.thread: threading.Thread | None = None
-        """The thread that it was submitted to."""
+        """The thread that it was submitted to, or that runs it."""
         self._changed = threading.Condition()
 
     def advance(self) -> None:
@@ -73,6 +73,7 @@ class Task:
             run, self._run = self._run, None
         if run is None:
             return
+        self.thread = threading.current_thread()
         timing = self.timing
         timing.start = time.perf_counter()
         try:

@@ -31,8 +31,9 @@ from torch.optim import Optimizer
 from ..scaling import LOW_PRECISION, SMALL, DeferredUnscale, is_uniform, run_on_one_thread
 from .arena import Placed, Where, flat, is_dense
 
-HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 20
-"""Elements in a block: what stays in a core's cache; on a device few launches matter instead."""
+HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
+"""Elements in a block: what stays in the cache of each core; on a device few launches matter
+instead."""
 
 FULL = frozenset({torch.float32})
 DTYPES = LOW_PRECISION | FULL
@@ -168,6 +169,8 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._held: dict[int, Tensor] = {}
+        self.tensors: list[Tensor] = []
+        """All that was allocated: blocks keep their views of what has become too short since."""
 
     def take(self, length: int, number: int) -> Tensor:
         """The first ``length`` elements of memory ``number``; their values are arbitrary."""
@@ -175,6 +178,7 @@ class Scratch:
         if held is None or held.numel() < length:
             held = torch.empty(length, dtype=torch.float32, device=self._device)
             self._held[number] = held
+            self.tensors.append(held)
         return held[:length]
 
 
@@ -208,7 +212,7 @@ class Run:
         self._strides = [pair.stepped.stride() for pair in pairs]
         self._blocks: dict[tuple[int, int, bool], list[Block]] = {}
         """By the arguments of :meth:`blocks_of`."""
-        self._limit = HOST_BLOCK if self._arena.device.type == "cpu" else DEVICE_BLOCK
+        self._limit = block_length(self._arena.device)
         self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
 
     def still_fits(self, group: Group) -> bool:
@@ -406,6 +410,12 @@ class Run:
             previews=[pair.preview for pair in pairs if pair.preview is not None],
             is_joined=all(arena.are_neighbours(slots, row) for row in (masters, *state)),
         )
+
+
+def block_length(device: torch.device) -> int:
+    """Elements in a block of this thread, at most. A kernel shares a block of the host's out among
+    the thread's cores."""
+    return DEVICE_BLOCK if device.type != "cpu" else HOST_BLOCK * torch.get_num_threads()
 
 
 def _joined(views: Sequence[Tensor], length: int) -> Tensor:

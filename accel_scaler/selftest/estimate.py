@@ -8,6 +8,7 @@ in ``sync`` is what the mode hides. Times are scaled linearly with the size.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections import Counter
@@ -24,7 +25,9 @@ LARGEST_ON_A_CPU, LARGEST = 4_000_000, 128_000_000
 BLOCKS, TURNS, WINDOWS = 12, 5, 2
 ROOM, MOST_ROWS = 3.0, 8192
 """A batch has so many rows that forward and backward take ``ROOM`` times what ``sync`` waits, or
-more."""
+more; and on a device so many that its work takes the time, not launching its kernels."""
+GROWTH = 1.5
+"""Where twice the rows take less than that much longer, launching takes the time."""
 
 
 class Trial:
@@ -105,18 +108,21 @@ def estimate(size: int, is_cpu: bool) -> tuple[list[dict[str, Any]], str]:
     gradients, state, masters.
     """
     found: list[dict[str, Any]] = []
-    rows, sync = 32, 0.0
+    rows, sync = 32 if is_cpu else 512, 0.0
     for offload in ("none", "cpu"):
         for mode in ("sync", "overlap", "delayed"):
             settings = {"step_mode": mode, "offload": offload}
             with attached("no" if is_cpu else "fp16", **settings) as accelerator:
                 trial = Trial(accelerator, min(size, LARGEST_ON_A_CPU if is_cpu else LARGEST))
                 window, waits = trial.seconds(rows)
+                before = math.inf
                 while not found and rows < MOST_ROWS:
-                    is_short = window - waits < ROOM * waits
+                    work = window - waits
+                    launches = not is_cpu and work < GROWTH * before
+                    is_short = launches or work < ROOM * waits
                     if not broadcast_object_list([is_short])[0]:  # as rank 0 has it
                         break
-                    rows *= 2
+                    rows, before = rows * 2, work
                     window, waits = trial.seconds(rows)
                 measured, held = trial.size, trial.held
                 del trial  # its memory, too, before the next one's

@@ -65,3 +65,4 @@ def memory_counter(device: str) -> None:
 def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part for each parameter, so that some are due while others are not."""
     monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica_module, "DEVICE_PARTS", 1 << 30)

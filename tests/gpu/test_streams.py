@@ -285,6 +285,8 @@ def failed(t: Training) -> None:
         for step in range(STEPS):
             try:
                 t.train(step, zero=False)
+                if t.settings["mode"] == "overlap":  # on one queue the thread's error comes later
+                    t.optimizer.synchronize()
             except StepError:
                 failures += 1
             t.optimizer.zero_grad()

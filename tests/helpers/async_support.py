@@ -35,7 +35,11 @@ def _replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 def one_part_each() -> AbstractContextManager[None]:
     """Every parameter is a part of its own, however small."""
-    return _replaced((replica_module, "SMALLEST_PART", 1), (replica_module, "PARTS", 1 << 30))
+    return _replaced(
+        (replica_module, "SMALLEST_PART", 1),
+        (replica_module, "PARTS", 1 << 30),
+        (replica_module, "DEVICE_PARTS", 1 << 30),
+    )
 
 
 class Gate:

@@ -90,7 +90,9 @@ class Training:
     def build(self) -> None:
         """A new model, the same on each call."""
         torch.manual_seed(0)
-        self.model: Any = self.module().to(self.device, self.dtype)
+        with torch.device("cpu"):  # under a default device its own generator draws other numbers
+            model = self.module()
+        self.model: Any = model.to(self.device, self.dtype)
         if self.shard is not None:
             self.shard(self.model)
         self.params = list(self.model.parameters())

@@ -1130,7 +1130,13 @@ def play(
             stack.enter_context(each)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if setup.parts:
-            patch.setattr(blocks_module, "HOST_BLOCK", 16)
+            patch.setattr(blocks_module, "block_length", lambda _: 16)
+            for name, value in {
+                "SMALLEST_PART": 1,
+                "PARTS": 1 << 30,
+                "DEVICE_PARTS": 1 << 30,
+            }.items():
+                patch.setattr(replica_module, name, value)
         else:
             patch.setattr(replica_module, "SMALLEST_PART", 1 << 19)
         patch.setattr(spikes, "NORMS", NORMS)

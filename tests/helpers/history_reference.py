@@ -583,8 +583,7 @@ class PlainTorch:
     def show(self, number: int, grads: dict[Tensor, Tensor]) -> None:
         """Write the preview of this update to the parameters that have a gradient."""
         groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
-        is_host = self.on_host or self.setup.offload == "cpu"
-        block = blocks.HOST_BLOCK if is_host else blocks.DEVICE_BLOCK
+        block = blocks.block_length(torch.device("cpu"))
         for group, p in zip(groups, self.owned[number], strict=True):
             if p not in grads or not self.has_master(p):
                 continue

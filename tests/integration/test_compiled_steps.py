@@ -26,7 +26,7 @@ each_mode = pytest.mark.parametrize(
     ("mode", "offload"),
     [
         *(("sync", "none"), ("overlap", "cpu")),
-        pytest.param("delayed", "none", marks=before_torch(2, 7, UNGUARDED)),
+        pytest.param("delayed", "none", marks=before_torch(2, 13, UNGUARDED)),
     ],
 )
 

@@ -39,7 +39,7 @@ FUSED: dict[str, Make] = {
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "HOST_BLOCK", 64)
+    monkeypatch.setattr(blocks, "block_length", lambda _: 64)
 
 
 def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
@@ -212,8 +212,8 @@ def test_the_kernel_is_called_once_a_block(trained: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "_fused_adamw_", counted)
     step(2)
     assert sum(sizes) == sum(map(Tensor.numel, params))
-    assert max(sizes) <= blocks.HOST_BLOCK
-    assert len(sizes) < sum(p.numel() for p in params) / blocks.HOST_BLOCK + len(params)
+    assert max(sizes) <= 64
+    assert len(sizes) < sum(p.numel() for p in params) / 64 + len(params)
 
 
 def test_memory_that_cannot_be_had_is_an_error_before_anything_is_changed(

@@ -116,7 +116,7 @@ def test_a_compile_that_waits_for_the_step(make: Any) -> None:
     assert counter.frame_count == 3
 
 
-@before_torch(2, 7, UNGUARDED)
+@before_torch(2, 13, UNGUARDED)
 def test_a_function_that_is_not_compiled_any_more_is_waited_for_at_the_step() -> None:
     """Past its limit dynamo runs a function uncompiled for a parameter that is pending: once, for
     from the next step on none is."""

@@ -220,7 +220,7 @@ def test_state_of_a_parameter_that_is_frozen_while_it_is_loaded_is_not_rounded(
 
 
 @pytest.mark.parametrize(
-    "is_given", [True, pytest.param(False, marks=before_torch(2, 7, UNGUARDED))]
+    "is_given", [True, pytest.param(False, marks=before_torch(2, 13, UNGUARDED))]
 )
 def test_a_compiled_model_that_is_not_the_given_one_is_logged(
     is_given: bool, caplog: pytest.LogCaptureFixture

@@ -46,10 +46,12 @@ from .spot_check import SpotCheck
 from .streams import SideStreams
 from .supported_optimizers import refuse_replaced, refuse_spread, refuse_unsteppable
 
-PARTS, DEVICE_PARTS = 32, 4
-"""About how many parts a step has: each costs some Python, in which a device steps more."""
+PARTS, DEVICE_PARTS = 32, 8
+"""About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
-"""Elements in a part, unless one parameter alone has more; a device's have no largest size."""
+"""Elements in a part, unless one parameter alone has more."""
+SMALLEST_DEVICE_PART = 1 << 25
+"""The same on a device, which steps that many in the time that the Python of a part takes."""
 
 _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
@@ -264,7 +266,7 @@ class Replica:
         if self.offload or self.streams.is_host:
             size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
         else:
-            size = max(sum(sizes) // DEVICE_PARTS, SMALLEST_PART)
+            size = max(sum(sizes) // DEVICE_PARTS, SMALLEST_DEVICE_PART)
         cuts, have = [0], 0
         for end, length in enumerate(sizes, 1):
             have += length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,8 @@ class OptimizerRecord(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
+        self.owner: weakref.ref[Any] | None = None
+        """The torch optimizer; None: torch's own code made the record."""
         self.verdict: bool | None = None
         """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
         self.count: int | None = None
@@ -254,13 +257,20 @@ class Window:
 
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
         """What is known of ``optimizer`` and its wrappers; made if it is new."""
-        found = self.states[id(stepped(optimizer))]
+        inner = stepped(optimizer)
+        if self.known(inner) is None:
+            self.states.pop(id(inner), None)  # of one that is gone, whose address this one has
+        found = self.states[id(inner)]
+        found.owner = weakref.ref(inner)
         self.states[id(optimizer)] = found
         return found
 
     def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
         """:meth:`record` if there is one."""
-        return self.states.get(id(stepped(optimizer)))
+        inner = stepped(optimizer)
+        found = self.states.get(id(inner))
+        is_of_another = found is not None and found.owner is not None and found.owner() is not inner
+        return None if is_of_another else found
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those of ``parameters`` whose gradients were unscaled in place already."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import async_support
 import pytest
 import torch
 from accelerators import DEVICE, MISSING, has, has_streams, is_simulated, synchronize
-
-from accel_scaler.async_optimizer import replica as replica_module
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
@@ -62,7 +62,7 @@ def memory_counter(device: str) -> None:
 
 
 @pytest.fixture
-def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_part_each() -> Iterator[None]:
     """A part for each parameter, so that some are due while others are not."""
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1)
-    monkeypatch.setattr(replica_module, "DEVICE_PARTS", 1 << 30)
+    with async_support.one_part_each():
+        yield

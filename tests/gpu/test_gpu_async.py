@@ -27,6 +27,7 @@ from support import mlp, weights
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
+from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.replica import SMALLEST_PART, Replica
 from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.optimizer_step.stepper import async_stepper_of
@@ -231,7 +232,10 @@ def test_offload_takes_masters_and_state_off_the_device(mode: str) -> None:
 @pytest.mark.usefixtures("memory_counter")
 @each_offload
 @each_dtype
-def test_a_preview_takes_no_device_memory_but_for_scratch(offload: str, dtype: torch.dtype) -> None:
+def test_a_preview_takes_no_device_memory_but_for_scratch(
+    offload: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "SMALLEST_DEVICE_PART", SMALLEST_PART)
     settings: dict[str, Any] = {"mode": "delayed", "offload": offload}
     bare, shown = (
         peak_of(dtype, delay_compensation=compensation, **settings)

@@ -39,6 +39,7 @@ def one_part_each() -> AbstractContextManager[None]:
         (replica_module, "SMALLEST_PART", 1),
         (replica_module, "PARTS", 1 << 30),
         (replica_module, "DEVICE_PARTS", 1 << 30),
+        (replica_module, "SMALLEST_DEVICE_PART", 1),
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 from accelerators import on
+from async_support import one_part_each
 from histories import INF, Call, Kind, drawn
 from history_package import FAULT, Attached, Raw, lazy_worker
 from history_reference import (
@@ -1131,12 +1132,7 @@ def play(
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         if setup.parts:
             patch.setattr(blocks_module, "block_length", lambda _: 16)
-            for name, value in {
-                "SMALLEST_PART": 1,
-                "PARTS": 1 << 30,
-                "DEVICE_PARTS": 1 << 30,
-            }.items():
-                patch.setattr(replica_module, name, value)
+            stack.enter_context(one_part_each())
         else:
             patch.setattr(replica_module, "SMALLEST_PART", 1 << 19)
         patch.setattr(spikes, "NORMS", NORMS)

@@ -17,7 +17,6 @@ def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
     # In the order in which a test's own patches are taken back.
     monkeypatch.setattr(replica, "SMALLEST_PART", 1)
     monkeypatch.setattr(replica, "PARTS", 1 << 30)
-    monkeypatch.setattr(replica, "DEVICE_PARTS", 1 << 30)
 
 
 @pytest.fixture

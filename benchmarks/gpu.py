@@ -93,6 +93,8 @@ def measure(variant: Variant, job: Job, windows: int, blocks: int) -> Result:
     on_gpu = job.device != "cpu"
     module: Any = torch.get_device_module(job.device) if on_gpu else None
     loop: Loop | None = None
+    window: Callable[[list[Tensor]], None] | None = None
+    alone: Callable[[list[Tensor]], None] | None = None
     try:
         loop = variant.set_up(job)
         size = (job.shape.batch, job.shape.length)
@@ -117,7 +119,7 @@ def measure(variant: Variant, job: Job, windows: int, blocks: int) -> Result:
     finally:
         if loop is not None:
             loop.finish()
-        del loop
+        loop = window = alone = None  # an Accelerator is in cycles; the next needs the memory
         gc.collect()
         if on_gpu:
             module.empty_cache()

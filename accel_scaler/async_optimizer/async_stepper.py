@@ -552,9 +552,11 @@ class AsyncStepper(Stepper):
                     type(error).__name__,
                 )
             elif here:
-                if step.task.end(error) or not isinstance(error, Exception):
+                step.follow()
+                if step.task.end(error) or not (isinstance(error, Exception) or step.is_enqueued):
                     logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
-                self._lose(step)
+                if not step.is_enqueued:
+                    self._lose(step)
             raise
 
     def _choose_delay(
@@ -635,6 +637,7 @@ class AsyncStepper(Stepper):
         if here:
             task.timing.inline = True
             task.execute()
+            task.spent.clear()
             if task.error is not None and not isinstance(task.error, Exception):
                 raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
             if task.error is not None or not step.is_beside:

@@ -104,6 +104,11 @@ class InflightStep:
         return self.task.timing
 
     @property
+    def is_enqueued(self) -> bool:
+        """The side stream has all of its kernels."""
+        return self.is_beside and self.task.finished and self.task.error is None
+
+    @property
     def order(self) -> PartEvents | None:
         """The ends of its parts on the device; None where the host does the work itself."""
         return PartEvents(self.streams, self.events) if self.streams.copies_beside else None

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer import replica as replica_module
+from accel_scaler.async_optimizer.inflight_step import InflightStep
 from accel_scaler.async_optimizer.replica import SMALLEST_PART, Replica
 from accel_scaler.async_optimizer.streams import SideStreams
 from accel_scaler.optimizer_step.stepper import async_stepper_of
@@ -153,6 +155,30 @@ def test_the_forward_starts_while_later_parts_are_updated(
             ends.clear()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("side_streams")
+def test_an_interrupt_loses_no_step_that_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C just before ``step()`` returns."""
+    holding, found = InflightStep.hold_parameters, []
+
+    def interrupted(self: InflightStep, *args: Any) -> None:
+        sleep()  # whoever does not wait for the step reads too early
+        if self.number == 2:
+            raise KeyboardInterrupt
+        holding(self, *args)
+
+    for mode in ("overlap", "sync"):
+        model = mlp(64).to(DEVICE)
+        with AsyncOptimizer(sgd(model.parameters()), model, mode=mode) as optimizer:
+            monkeypatch.setattr(InflightStep, "hold_parameters", interrupted)
+            for step in range(4):
+                loss_of(model, step, 0).backward()
+                with suppress(KeyboardInterrupt):
+                    optimizer.step()
+                optimizer.zero_grad()
+        found.append(weights(model).cpu())
+    assert torch.equal(*found)
 
 
 def test_autograds_threads_do_not_become_pythons(monkeypatch: pytest.MonkeyPatch) -> None:

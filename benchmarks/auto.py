@@ -1,20 +1,19 @@
 """What choosing costs: ``step_mode="auto"`` beside ``sync`` and ``overlap``, over whole runs.
 
-    python benchmarks/auto.py             # about an hour on two cores, 6 GB of memory
+    python benchmarks/auto.py             # hours on two cores, and 15 GB of memory
     python benchmarks/auto.py --windows 60 --case "2000 x 1000" --work "runs Python"
 
 The cases are those of ``overlap.py``: two lists of parameters, fused AdamW with clipping; between
 two steps the training thread waits for a device (it sleeps), runs small eager operations, or runs
 Python, half as long again as an update takes; with ``both cores taken`` another process computes on
-each core meanwhile. Then each parameter is used, as by a forward. Each mode, and ``sync`` a second
-time, trains the same number of windows in a process of its own, since what one frees decides where
-the next one's memory lies. They take turns: a few windows of each, then the next, so that a noisy
-machine is noisy for all.
+each core meanwhile. Then each parameter is used, as by a forward. Each mode trains the same number
+of windows in processes of its own, since what one frees decides where the next one's memory lies.
+They take turns: a few windows of each, then the next, so that a noisy machine is noisy for all.
 
-The rows: seconds of the whole run of each mode, gradients filled in apart, ``auto`` over the
-better of the other two (the aim is at most 1.02 over 500 windows), the second ``sync`` over the
-first (what the machine's noise makes of a ratio of 1), how many windows of ``auto`` ran in
-``overlap``, and after which window it had decided.
+The rows: seconds of the whole run of each mode, gradients filled in apart, means over its
+processes; ``auto`` over the better of the other two (the aim is at most 1.02 over 500 windows); the
+fastest and the slowest process in ``sync`` over their mean (what a ratio of 1 may come to); of each
+``auto``, how many windows ran in ``overlap`` and after which one it had decided.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from accel_scaler.async_optimizer import async_stepper
 from accel_scaler.optimizer_step import stepper_of
 
 Shapes = list[tuple[int, ...]]
-RUNS = ("sync", "overlap", "auto", "sync")
+MODES = ("sync", "overlap", "auto")
 SLICE = 4
 """Windows of one mode, before another one's turn: as many as ``auto`` tries one mode for."""
 BUSY = "both cores taken"
@@ -147,11 +146,11 @@ def serve(pipe: Connection, shapes: Shapes, mode: str, name: str, busy: float, r
         pipe.send((sum(run.seconds), run.beside, run.decided))
 
 
-def row(shapes: Shapes, name: str, busy: float, windows: int) -> None:
-    unit = WORK[name]
+def row(shapes: Shapes, name: str, busy: float, windows: int, each: int) -> None:
+    unit, modes = WORK[name], MODES * each
     rounds = 0 if unit is None else rounds_in(unit, busy)  # the same for all
     context, pipes, processes = multiprocessing.get_context("spawn"), [], []
-    for mode in RUNS:
+    for mode in modes:
         pipe, there = context.Pipe()
         pipes.append(pipe)
         processes.append(
@@ -169,11 +168,13 @@ def row(shapes: Shapes, name: str, busy: float, windows: int) -> None:
         pipe.send(0)
     for process in processes:
         process.join()
-    sync, overlap, auto, again = (seconds for seconds, _, _ in found)
-    _, beside, decided = found[2]
+    seconds = {mode: [s for s, _, _ in found[i :: len(MODES)]] for i, mode in enumerate(MODES)}
+    sync, overlap, auto = (statistics.fmean(seconds[mode]) for mode in MODES)
+    chosen = [f"{beside}, {decided or '-'}" for _, beside, decided in found[2 :: len(MODES)]]
+    spread = f"{min(seconds['sync']) / sync:.2f} to {max(seconds['sync']) / sync:.2f}"
     print(
         f"{name:<24}{sync:>9.2f}{overlap:>11.2f}{auto:>9.2f}{auto / min(sync, overlap):>15.3f}"
-        f"{again / sync:>13.3f}{beside:>12}{decided or '-':>12}",
+        f"{spread:>15}  {'; '.join(chosen)}",
         flush=True,
     )
 
@@ -183,6 +184,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--windows", type=int, default=500, help="of each run (default: 500)")
+    parser.add_argument("--processes", type=int, default=3, help="for each mode (default: 3)")
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
     parser.add_argument("--work", choices=WORK, help="only this kind of work")
     args = parser.parse_args()
@@ -192,9 +194,9 @@ def main() -> None:
         busy = 1.5 * update_seconds(CASES[case])
         print(f"\n{case}: {busy * 1e3:.1f} ms of work between two steps")
         print(f"{'the training thread':<24}{'sync s':>9}{'overlap s':>11}{'auto s':>9}", end="")
-        print(f"{'auto / better':>15}{'sync / sync':>13}{'in overlap':>12}{'decided at':>12}")
+        print(f"{'auto / better':>15}{'sync':>15}  in overlap, decided at")
         for name in [args.work] if args.work else WORK:
-            row(CASES[case], name, busy, args.windows)
+            row(CASES[case], name, busy, args.windows, args.processes)
 
 
 if __name__ == "__main__":

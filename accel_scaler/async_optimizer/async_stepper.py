@@ -348,11 +348,12 @@ class AsyncStepper(Stepper):
     # The boundary.
 
     def step(self, deferred: DeferredUnscale | None = None) -> None:
-        """Take the gradients and update, at once or on the optimizer thread.
+        """Take the gradients and update, at once, on the optimizer thread or on a side stream.
 
-        Blocks until the step before is finished. Synchronises with the device for ``offload``, and
-        where ranks agree on ``auto``. An error of the step before, or a refusal, comes before
-        anything is taken; one of an update inside this call comes after it.
+        Blocks until the step before is finished. Synchronises with the device for ``offload``,
+        where ranks agree on ``auto``, and for masters on the device, which are compared with the
+        model (after a check it has just been waited for). An error of the step before, or a
+        refusal, comes before anything is taken; one of an update inside this call comes after it.
         """
         self.claim()
         self.was_skipped = False
@@ -460,7 +461,7 @@ class AsyncStepper(Stepper):
         if self.streams.copies_beside and is_capturing():
             raise UnsupportedError(
                 "optimizer.step(): a graph is being captured on this stream, and cannot hold a "
-                "step that another thread takes. Call optimizer.synchronize() before the capture, "
+                "step that runs beside it. Call optimizer.synchronize() before the capture, "
                 "capture forward and backward, and step outside of it."
             )
         self.lift_fence()  # no forward that is seen came between
@@ -634,15 +635,6 @@ class AsyncStepper(Stepper):
 
     def _launch(self, step: InflightStep, here: bool) -> None:
         task = step.task
-        if here:
-            task.timing.inline = True
-            task.execute()
-            task.spent.clear()
-            if task.error is not None and not isinstance(task.error, Exception):
-                raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
-            if task.error is not None or not step.is_beside:
-                self.finish()
-                return
         is_seen = self.is_beside and step.is_seen_by_next_forward
         is_fenced = self.has_newer and self.sees_forwards
         if self.wait_at is not WaitAt.STEP and (is_seen or is_fenced):
@@ -652,6 +644,14 @@ class AsyncStepper(Stepper):
             step.hold_parameters(self.await_part, fence)
         if not here:
             self.worker.submit(task)
+        else:
+            task.timing.inline = True
+            task.execute()
+            task.spent.clear()
+            if task.error is not None and not isinstance(task.error, Exception):
+                raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
+            if task.error is not None:
+                self.finish()  # raises it
         is_awaited_later = step.hold is not None or self.wait_at is WaitAt.FORWARD
         if not self.is_beside or (is_seen and not is_awaited_later):
             if self.has_newer:

@@ -296,8 +296,8 @@ def gradient_wait(stepper: weakref.ref[Any], step: InflightStep, part: int) -> C
             return
         if not task.wait(part):
             raise StepError(
-                "a gradient was used that was lost with its step, which failed on the "
-                f"optimizer thread ({type(task.error).__name__}: {task.error})."
+                "a gradient was used that was lost with its step, which failed "
+                f"({type(task.error).__name__}: {task.error})."
             ) from task.error
         for event in events[part - 1 : part]:
             streams.follow(event)

@@ -27,8 +27,9 @@ hold weakly: a model must not keep an optimizer that nobody uses any more. What 
 order of the device's work. Only where the model does not have the newest values yet, a parameter
 keeps the hold, which can publish them, until its next use.
 
-Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
-guards the attribute and every change of a class; nobody waits under it.
+Any thread may use a parameter, also while the training thread hands over the next step; on a device
+its operation may then run beside the update. ``_lock`` guards the attribute and every change of a
+class; nobody waits under it.
 """
 
 from __future__ import annotations

@@ -329,8 +329,12 @@ class Replica:
             entries.setdefault(pair.arena, {})[pair.slot] = entry
         for arena, mine in entries.items():
             arena.let_go(mine)
+        before = _tensors_in(_values_of(state))
         for pair in self.pairs:
             self._move_entry(pair, entries[pair.arena][pair.slot])
+        kept = set(map(id, _values_of(state)))
+        # Read just now on this stream, whichever their memory is from.
+        self.streams.keep([t for t in before if id(t) not in kept], at_home=True)
         held = [state, *state.values(), *_values_of(state)]
         self._shared = Held(held, held)
         for part in self.parts:

@@ -172,10 +172,12 @@ class SideStreams:
 
     def keep(self, tensors: Iterable[Tensor | None], at_home: bool = False) -> None:
         """Record tensors on the side stream: their memory is not reused before that stream is done
-        with them. ``at_home``: record them on the training stream, too."""
+        with them. ``at_home``: record them on the training stream and this thread's, too."""
         if self._backend is None:
             return
-        streams = [self._work, self.home] if at_home and self.home is not None else [self._work]
+        streams = [self._work]
+        if at_home:
+            streams += {self._backend.current(), self.home} - {None}
         for tensor in tensors:
             if tensor is not None and tensor.device.type == self.device.type:
                 for held in _held(tensor):

@@ -137,8 +137,9 @@ class Task:
         # ``current_thread`` would make a thread of autograd's one of Python's for good.
         if thread.ident == threading.get_ident():
             raise OrderError(
-                "a step waits for itself: code on the optimizer thread used a parameter of the "
-                "model, or called synchronize(), state_dict() or the like. Inside submit(fn) use "
+                "a step waits for itself: the optimizer's code, or a function given to submit(), "
+                "used a parameter of the model or its .grad, or called synchronize(), state_dict() "
+                "or the like. Inside submit(fn) use "
                 "optimizer.param_groups, which are what is stepped there."
             )
         if not thread.is_alive() and not self.finished:

@@ -258,8 +258,9 @@ class Window:
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
         """What is known of ``optimizer`` and its wrappers; made if it is new."""
         inner = stepped(optimizer)
-        if self.known(inner) is None:
-            self.states.pop(id(inner), None)  # of one that is gone, whose address this one has
+        if self.known(inner) is None and id(inner) in self.states:
+            gone = self.states.pop(id(inner))  # another one had this address; its verdict counts
+            self.states[id(gone)] = gone
         found = self.states[id(inner)]
         found.owner = weakref.ref(inner)
         self.states[id(optimizer)] = found

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.inflight_step import InflightStep
 from accel_scaler.async_optimizer.replica import SMALLEST_PART, Replica
 from accel_scaler.async_optimizer.streams import SideStreams
+from accel_scaler.async_optimizer.worker import Task
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 STEPS, ACCUMULATION, OVERFLOW, CLIP = 12, 2, 7, 0.5
@@ -160,18 +160,19 @@ def test_the_forward_starts_while_later_parts_are_updated(
 @pytest.mark.usefixtures("side_streams")
 def test_an_interrupt_loses_no_step_that_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C just before ``step()`` returns."""
-    holding, found = InflightStep.hold_parameters, []
+    execute, found, calls = Task.execute, list[Any](), list[Task]()
 
-    def interrupted(self: InflightStep, *args: Any) -> None:
-        sleep()  # whoever does not wait for the step reads too early
-        if self.number == 2:
+    def interrupted(self: Task) -> None:
+        calls.append(self)
+        execute(self)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        holding(self, *args)
 
     for mode in ("overlap", "sync"):
         model = mlp(64).to(DEVICE)
         with AsyncOptimizer(sgd(model.parameters()), model, mode=mode) as optimizer:
-            monkeypatch.setattr(InflightStep, "hold_parameters", interrupted)
+            calls.clear()
+            monkeypatch.setattr(Task, "execute", interrupted if mode == "overlap" else execute)
             for step in range(4):
                 loss_of(model, step, 0).backward()
                 with suppress(KeyboardInterrupt):

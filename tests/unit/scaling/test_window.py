@@ -18,3 +18,4 @@ def test_an_optimizer_at_the_address_of_one_that_is_gone_is_a_new_one() -> None:
     del gone
     assert window.known(new) is None
     assert window.record(new).stage is OptState.READY
+    assert any(each is old for each in window.states.values())  # its verdict still counts

@@ -30,7 +30,11 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
     "guard": (["--repeats", "2"], rf"^tiny +(no )?clip({NUMBER}){{5}}$", 2),
     "host_step": (["--repeats", "1"], rf"^tiny +\w+ +\w+, [a-z ]+\d({NUMBER}){{4}}$", 54),
     "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
-    "auto": (["--windows", "2"], rf"^(waits|small|runs|both) [a-z A-Z]+({NUMBER}){{6}} +-$", 4),
+    "auto": (
+        ["--windows", "2", "--processes", "1"],
+        rf"^(waits|small|runs|both) [a-z A-Z]+({NUMBER}){{5}} to{NUMBER} +0, -$",
+        4,
+    ),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),
     "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{5}}$", 4),
     "load": (LOAD, rf"MB({NUMBER}){{10}}", 1),

@@ -554,9 +554,9 @@ class AsyncStepper(Stepper):
                 )
             elif here:
                 step.follow()
-                if step.task.end(error) or not (isinstance(error, Exception) or step.is_enqueued):
-                    logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
                 if not step.is_enqueued:
+                    if step.task.end(error) or not isinstance(error, Exception):
+                        logger.error("%s", step.failure(type(self.optimizer).__name__, self._names))
                     self._lose(step)
             raise
 
@@ -647,7 +647,6 @@ class AsyncStepper(Stepper):
         else:
             task.timing.inline = True
             task.execute()
-            task.spent.clear()
             if task.error is not None and not isinstance(task.error, Exception):
                 raise task.error  # Ctrl-C and exit() go on as they would from optimizer.step()
             if task.error is not None:

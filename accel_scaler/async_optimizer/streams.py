@@ -175,9 +175,8 @@ class SideStreams:
         with them. ``at_home``: record them on the training stream and this thread's, too."""
         if self._backend is None:
             return
-        streams = [self._work]
-        if at_home:
-            streams += {self._backend.current(), self.home} - {None}
+        others = {self._backend.current(), self.home} - {None} if at_home else set()
+        streams = {self._work} | others
         for tensor in tensors:
             if tensor is not None and tensor.device.type == self.device.type:
                 for held in _held(tensor):

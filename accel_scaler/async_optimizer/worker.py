@@ -86,6 +86,7 @@ class Task:
             with self._changed:
                 self.finished = True
                 self._changed.notify_all()
+            self.spent.clear()
 
     def abandon(self, error: BaseException) -> bool:
         """Submitting it failed with ``error``. True: it never ran and never will."""
@@ -243,7 +244,6 @@ def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.
     while (task := tasks.get()) is not None:
         try:
             task.execute()
-            task.spent.clear()
         finally:
             _restore_interval(task)
         if task.error is not None:

@@ -158,6 +158,34 @@ def test_the_forward_starts_while_later_parts_are_updated(
 
 
 @pytest.mark.usefixtures("side_streams")
+def test_another_thread_s_read_waits_while_a_step_is_enqueued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step_part, order, readers = Replica.step_part, list[str](), list[threading.Thread]()
+    model = mlp(64).to(DEVICE)
+
+    def read() -> None:
+        model[0].weight.sum()
+        order.append("read")
+
+    def watched(self: Replica, *args: Any) -> None:
+        if not readers:
+            readers.append(threading.Thread(target=read))
+            readers[0].start()
+            readers[0].join(0.2)
+        step_part(self, *args)
+        order.append("stepped")
+
+    monkeypatch.setattr(Replica, "step_part", watched)
+    with AsyncOptimizer(sgd(model.parameters()), model, mode="overlap") as optimizer:
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+        readers[0].join(60)
+        optimizer.synchronize()
+    assert order == ["stepped", "read"]
+
+
+@pytest.mark.usefixtures("side_streams")
 def test_an_interrupt_loses_no_step_that_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C just before ``step()`` returns."""
     execute, found, calls = Task.execute, list[Any](), list[Task]()

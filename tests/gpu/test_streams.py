@@ -296,6 +296,19 @@ def failed(t: Training) -> None:
 # State, hyperparameters and masters.
 
 
+@in_modes(("overlap",), scaled=False)
+def the_training_stream_changes(t: Training) -> None:
+    """Step counts from the memory of one stream are moved on another one."""
+    (other,) = t.streams(1)
+    now, before = current_stream(), other
+    for step in range(STEPS):
+        now.wait_stream(before)
+        with on(now):
+            t.train(step)
+        now, before = before, now
+    current_stream().wait_stream(other)
+
+
 @in_modes(("sync", "overlap", "preview"), makes=(fused_adam, adamw, sgd))
 def resumed(t: Training) -> None:
     t.train(0, 1, 2)
@@ -594,6 +607,10 @@ def test_a_wait_that_is_missing_is_noticed(
     monkeypatch.setattr(SideStreams, method, lambda self, event: None)
     with pytest.raises(AssertionError):
         assert_in_order(program, cycles=20 * LONG, offload=offload, **MODES["overlap"])
+
+
+def test_a_training_stream_that_changes_in_sync() -> None:
+    assert_in_order(the_training_stream_changes, scaled=False, watched=False, **MODES["sync"])
 
 
 @pytest.mark.parametrize(("program", "settings"), RUNS)

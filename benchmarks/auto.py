@@ -1,19 +1,21 @@
-"""What choosing costs: ``step_mode="auto"`` beside ``sync`` and ``overlap``, over whole runs.
+"""What choosing costs: ``step_mode="auto"`` beside its two ways, over whole runs.
 
-    python benchmarks/auto.py             # hours on two cores, and 15 GB of memory
+    python benchmarks/auto.py             # hours on two cores, and 6 GB of memory
     python benchmarks/auto.py --windows 60 --case "2000 x 1000" --work "runs Python"
 
-The cases are those of ``overlap.py``: two lists of parameters, fused AdamW with clipping; between
-two steps the training thread waits for a device (it sleeps), runs small eager operations, or runs
+The cases are those of ``overlap.py``: two lists of parameters, fused AdamW with clipping; after a
+step the training thread waits for a device (it sleeps), runs small eager operations, or runs
 Python, half as long again as an update takes; with ``both cores taken`` another process computes on
-each core meanwhile. Then each parameter is used, as by a forward. Each mode trains the same number
-of windows in processes of its own, since what one frees decides where the next one's memory lies.
-They take turns: a few windows of each, then the next, so that a noisy machine is noisy for all.
+each core meanwhile. Then each parameter is used, as by a forward.
 
-The rows: seconds of the whole run of each mode, gradients filled in apart, means over its
-processes; ``auto`` over the better of the other two (the aim is at most 1.02 over 500 windows); the
-fastest and the slowest process in ``sync`` over their mean (what a ratio of 1 may come to); of each
-``auto``, how many windows ran in ``overlap`` and after which one it had decided.
+Two processes of one mode differ by up to 4 per cent here, since where memory lies differs. So one
+process trains one model and optimizer in three ways, a few windows of each in turn: as ``auto``
+does in ``sync``, in ``overlap``, and as it chooses; a machine that is noisy is so for all three.
+Each way has a clock of its own, which stands still in the turns of the others.
+
+The rows: seconds of all windows of each way, gradients filled in apart, means over the processes;
+``auto`` over the better of the other two (the aim is at most 1.02 over 500 windows), the mean and
+each process; how many windows of ``auto`` ran in ``overlap`` and after which one it had decided.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ from overlap import Bench, Work, operations, python, repeated, rounds_in
 from accel_scaler import detach
 from accel_scaler.async_optimizer import async_stepper
 from accel_scaler.optimizer_step import stepper_of
+from accel_scaler.optimizer_step.mode_choice import ModeChoice
 
 Shapes = list[tuple[int, ...]]
-MODES = ("sync", "overlap", "auto")
 SLICE = 4
-"""Windows of one mode, before another one's turn: as many as ``auto`` tries one mode for."""
+"""Windows of one way, before another one's turn."""
 BUSY = "both cores taken"
 WORK: dict[str, Work | None] = {
     "waits for a device": None,
@@ -70,7 +72,7 @@ def cores_taken(are_taken: bool) -> Iterator[None]:
 
 class Clock:
     """What ``auto`` measures by here: it stands still while gradients are filled in, and while the
-    other modes have their turns."""
+    other ways have their turns."""
 
     def __init__(self) -> None:
         self.now, self._since = 0.0, time.perf_counter()
@@ -85,96 +87,101 @@ class Clock:
         self._since = time.perf_counter()
 
 
-class Run:
-    """One mode's run of windows."""
+class Always:
+    """Instead of a ``ModeChoice``: one way throughout."""
 
-    def __init__(self, shapes: Shapes, mode: str) -> None:
-        torch.manual_seed(0)
-        self.bench = Bench(shapes, mode, "auto")
-        self.clock = Clock()
-        self.seconds: list[float] = []
-        self.beside = 0
+    means = None
+
+    def __init__(self, is_beside: bool) -> None:
+        self.is_beside = is_beside
+
+    def note(self, now: float, stepped: bool, agree: object = None) -> bool:
+        return False
+
+
+class Way:
+    """How one of the three runs, and what it has taken."""
+
+    def __init__(self, choice: Any) -> None:
+        self.choice, self.clock = choice, Clock()
+        self.clock.stop()
+        self.windows = self.beside = 0
         self.decided: int | None = None
 
-    def window(self, work: Callable[[], None]) -> None:
-        """Work beside the update before, a use of each parameter, then a boundary."""
-        bench, clock = self.bench, self.clock
-        stepper: Any = stepper_of(bench.optimizer)
+
+class Run:
+    """One model and optimizer, trained in each way in turn."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        torch.manual_seed(0)
+        self.bench = Bench(shapes, "auto", "auto")
+        self.stepper: Any = stepper_of(self.bench.optimizer)
+
+    def windows(self, way: Way, count: int, work: Callable[[], None]) -> None:
+        """Boundaries, each with work beside its update, then a use of each parameter."""
+        bench, clock, choice = self.bench, way.clock, way.choice
         async_stepper.clock = clock
-        clock.go_on()
-        start = clock()
-        bench.model()
-        work()
-        for p in bench.params:  # as a forward does, which waits for the update
-            p.detach()
-        clock.stop()
-        for p, value in zip(bench.params, bench.template, strict=True):
-            p.grad = value.clone()
-        clock.go_on()
-        bench.accelerator.scaler.scale(torch.ones(()))
-        bench.accelerator.clip_grad_norm_(bench.params, 1.0)
-        bench.optimizer.step()
-        clock.stop()
-        self.seconds.append(clock.now - start)
-        choice = getattr(stepper, "choice", None)
-        if choice is not None:
-            self.beside += stepper.timing.step_mode == "overlap"
-            if choice.means is not None and self.decided is None:
-                self.decided = len(self.seconds)
+        self.stepper.choice, self.stepper.is_beside = choice, choice.is_beside
+        for _ in range(count):
+            for p, value in zip(bench.params, bench.template, strict=True):
+                p.grad = value.clone()
+            way.beside += choice.is_beside
+            clock.go_on()
+            bench.accelerator.scaler.scale(torch.ones(()))
+            bench.accelerator.clip_grad_norm_(bench.params, 1.0)
+            bench.optimizer.step()
+            bench.model()
+            work()
+            for p in bench.params:  # as a forward does, which waits for the update
+                p.detach()
+            clock.stop()
+            way.windows += 1
+            if choice.means is not None and way.decided is None:
+                way.decided = way.windows
 
 
 def update_seconds(shapes: Shapes) -> float:
-    """Of a step in ``sync``, after the first ones."""
-    run = Run(shapes, "sync")
+    """Of a boundary in ``sync``, after the first ones."""
+    run, seconds = Run(shapes), []
     for _ in range(8):
-        run.window(lambda: None)
+        way = Way(Always(False))
+        run.windows(way, 1, lambda: None)
+        seconds.append(way.clock.now)
     detach(run.bench.accelerator)
-    return statistics.median(run.seconds[3:])
+    return statistics.median(seconds[3:])
 
 
-def serve(pipe: Connection, shapes: Shapes, mode: str, name: str, busy: float, rounds: int) -> None:
-    """In a process of its own: run as many windows as is asked for, until it is 0."""
+def serve(pipe: Connection, shapes: Shapes, name: str, busy: float, windows: int) -> None:
+    """In a process of its own: send seconds of each way, and what the one that chooses did."""
     # As in training, where autograd and loaders have threads: malloc is faster where there is one.
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    run, unit = Run(shapes, mode), WORK[name]
-    work = partial(time.sleep, busy) if unit is None else repeated(unit, rounds)
-    while count := pipe.recv():
-        for _ in range(count):
-            run.window(work)
-        stepper: Any = stepper_of(run.bench.optimizer)
-        stepper.wait()  # not beside the next one
-        pipe.send((sum(run.seconds), run.beside, run.decided))
-
-
-def row(shapes: Shapes, name: str, busy: float, windows: int, each: int) -> None:
-    unit, modes = WORK[name], MODES * each
-    rounds = 0 if unit is None else rounds_in(unit, busy)  # the same for all
-    context, pipes, processes = multiprocessing.get_context("spawn"), [], []
-    for mode in modes:
-        pipe, there = context.Pipe()
-        pipes.append(pipe)
-        processes.append(
-            context.Process(target=serve, args=(there, shapes, mode, name, busy, rounds))
-        )
-        processes[-1].start()
-    found: list[tuple[float, int, int | None]] = []
+    unit, run = WORK[name], Run(shapes)
+    work = partial(time.sleep, busy) if unit is None else repeated(unit, rounds_in(unit, busy))
+    for is_beside in (False, True):  # the first steps make state
+        run.windows(Way(Always(is_beside)), SLICE, work)
+    ways = [Way(Always(False)), Way(Always(True)), Way(ModeChoice())]
     with cores_taken(name == BUSY):
         for done in range(0, windows, SLICE):
-            found.clear()
-            for pipe in pipes:
-                pipe.send(min(SLICE, windows - done))
-                found.append(pipe.recv())
-    for pipe in pipes:
-        pipe.send(0)
-    for process in processes:
+            for way in ways:
+                run.windows(way, min(SLICE, windows - done), work)
+    pipe.send(([way.clock.now for way in ways], ways[2].beside, ways[2].decided))
+
+
+def row(shapes: Shapes, name: str, busy: float, windows: int, processes: int) -> None:
+    context, found = multiprocessing.get_context("spawn"), []
+    for _ in range(processes):
+        pipe, there = context.Pipe()
+        process = context.Process(target=serve, args=(there, shapes, name, busy, windows))
+        process.start()
+        there.close()
+        found.append(pipe.recv())
         process.join()
-    seconds = {mode: [s for s, _, _ in found[i :: len(MODES)]] for i, mode in enumerate(MODES)}
-    sync, overlap, auto = (statistics.fmean(seconds[mode]) for mode in MODES)
-    chosen = [f"{beside}, {decided or '-'}" for _, beside, decided in found[2 :: len(MODES)]]
-    spread = f"{min(seconds['sync']) / sync:.2f} to {max(seconds['sync']) / sync:.2f}"
+    sync, overlap, auto = (statistics.fmean(s) for s in zip(*(s for s, *_ in found), strict=True))
+    ratios = [auto / min(sync, overlap) for (sync, overlap, auto), *_ in found]
+    chosen = "; ".join(f"{beside}, {decided or '-'}" for _, beside, decided in found)
     print(
-        f"{name:<24}{sync:>9.2f}{overlap:>11.2f}{auto:>9.2f}{auto / min(sync, overlap):>15.3f}"
-        f"{spread:>15}  {'; '.join(chosen)}",
+        f"{name:<24}{sync:>9.2f}{overlap:>11.2f}{auto:>9.2f}{statistics.fmean(ratios):>15.3f}"
+        f"  {' '.join(f'{r:.3f}' for r in ratios):<18}  {chosen}",
         flush=True,
     )
 
@@ -184,17 +191,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--windows", type=int, default=500, help="of each run (default: 500)")
-    parser.add_argument("--processes", type=int, default=3, help="for each mode (default: 3)")
+    parser.add_argument("--processes", type=int, default=3, help="for each row (default: 3)")
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
     parser.add_argument("--work", choices=WORK, help="only this kind of work")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    print(f"{args.windows} windows of each mode")
+    print(f"{args.windows} windows of each way")
     for case in [args.case] if args.case else CASES:
         busy = 1.5 * update_seconds(CASES[case])
         print(f"\n{case}: {busy * 1e3:.1f} ms of work between two steps")
         print(f"{'the training thread':<24}{'sync s':>9}{'overlap s':>11}{'auto s':>9}", end="")
-        print(f"{'auto / better':>15}{'sync':>15}  in overlap, decided at")
+        print(f"{'auto / better':>15}  {'each process':<18}  in overlap, decided at")
         for name in [args.work] if args.work else WORK:
             row(CASES[case], name, busy, args.windows, args.processes)
 

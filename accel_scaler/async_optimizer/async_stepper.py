@@ -38,6 +38,7 @@ from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import (
     InlineStepper,
     ModeChoice,
+    Placed,
     Stepper,
     StepTiming,
     async_stepper_of,
@@ -149,7 +150,7 @@ class AsyncStepper(Stepper):
         self.group: Any = None
         """The process group of the ranks that step together under DDP."""
         self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._inline = InlineStepper(optimizer)
+        self._inline = InlineStepper(optimizer, self._places)
         self.streams = SideStreams(device)
         self.replica = Replica(
             optimizer,
@@ -408,6 +409,15 @@ class AsyncStepper(Stepper):
         replica = self.replica
         is_inside = self.choice is not None and not (self.is_beside or replica.offload)
         return is_inside and not (self.keeps_scaled or replica.is_sharded)
+
+    def _places(self) -> Sequence[Placed]:
+        """Where steps beside have the state: a turn of the other way moves none of it."""
+        replica = self.replica
+        if replica.has_masters or not replica.is_current():
+            return ()
+        with self.lock, torch.inference_mode(False), self.streams.as_at_home():
+            replica.share_state([p.grad for p in replica.params])
+        return replica.pairs
 
     @contextmanager
     def _choosing(self, stepped: bool = True) -> Iterator[None]:

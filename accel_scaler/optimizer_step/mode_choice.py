@@ -1,22 +1,28 @@
 """Chooses, by trying and timing both, whether updates run beside what follows. No torch.
 
 A time is that from one step to the next, whatever is in it: micro-batches, data, an evaluation.
-The ways take turns, and the means of their times are compared: where other programs want the
-cores, one window in twenty may take three times as long beside, which a median would not show. What
-is far longer, an evaluation, counts as :data:`LONG` medians.
+The ways take turns. The choice is made once the times of one way rank below those of the other
+(Mann & Whitney 1947), which a pause or another program's burst hardly changes, and its mean is
+below, too: where others want the cores, one window in twenty may take three times as long beside,
+which ranks do not show. In the mean, what is far longer, an evaluation, counts as :data:`LONG`
+medians.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable
-from statistics import fmean, median, quantiles
+from math import sqrt
+from statistics import fmean, median
 
-TURN = 4
-"""Steps in a turn of one way; the first and the last of these are not timed."""
-FEW, MANY = 2, 12
-"""After ``FEW`` rounds of two turns the choice is made if the middle halves of the times lie apart,
-after ``MANY`` in any case. One exception:"""
+TURN, LONGEST_TURN = 4, 8
+"""Steps in one of the first turns, and at most. The first and the last of a turn are not timed."""
+FEW, MANY = 2, 7
+"""After ``FEW`` rounds of two turns the choice is made if ranks are clear, after ``MANY`` by the
+means alone. From the third round on turns are longer, by two steps a round."""
+CLEAR = 1.7
+"""The ranks are clear beyond so many standard deviations of what chance gives. One exception:"""
 FAR = 2.0
 """If each step of the first turn beside takes more than so many times as long as every step inside,
 before that turn and after it, there is no second turn: no pause looks like that."""
@@ -47,6 +53,7 @@ class ModeChoice:
 
     def _measure(self, start: int) -> None:
         self._count, self._is_measuring = start, True
+        self.is_beside, self._turns, self._left = False, 0, TURN - start
         self._times: dict[bool, list[float]] = {False: [], True: []}
         self._usual: float | None = None
         """The median just after the decision."""
@@ -73,11 +80,14 @@ class ModeChoice:
         return False
 
     def _take_turns(self, agree: Callable[[int], int]) -> bool:
-        self.is_beside = self._count > 0 and self._count // TURN % 2 == 1
-        turns, rest = divmod(self._count, TURN)
-        if rest or turns < 3:
+        self._left -= 1
+        if self._left:
             return False
-        answer = agree(self._answer(is_last=turns >= 2 * MANY))
+        self._turns += 1
+        rounds = self._turns // 2
+        self.is_beside = self._turns % 2 == 1
+        self._left = min(TURN + 2 * max(rounds - FEW + 1, 0), LONGEST_TURN)
+        answer = agree(self._answer(rounds)) if self._turns > 2 else 0
         if answer:
             self.means = self._means()
             self._measure(0)
@@ -89,18 +99,19 @@ class ModeChoice:
         most = LONG * max(median(inside), median(beside))
         return fmean(min(s, most) for s in inside), fmean(min(s, most) for s in beside)
 
-    def _answer(self, is_last: bool) -> int:
+    def _answer(self, rounds: int) -> int:
         """0: measure on; 1: inside ``step()``; 2: beside."""
         inside, beside = self._times[False], self._times[True]
         timed = min(len(inside), len(beside))
         if timed >= TURN - 2 and min(beside) > FAR * max(inside):
             return 1
-        if timed < FEW * (TURN - 2):  # too early, or many were skipped
+        if rounds < FEW or timed < TURN:  # too early, or many were skipped
             return 0
         of_inside, of_beside = self._means()
-        low, high = (beside, inside) if of_beside < of_inside else (inside, beside)
-        is_clear = quantiles(low, method="inclusive")[2] < quantiles(high, method="inclusive")[0]
-        return (2 if low is beside else 1) if is_clear or is_last else 0
+        is_beside = of_beside < of_inside
+        low, high = (beside, inside) if is_beside else (inside, beside)
+        is_clear = rank_deviation(low, high) > CLEAR
+        return 1 + is_beside if is_clear or rounds >= MANY else 0
 
     def _has_changed(self) -> int:
         times = self._times[self.is_beside]
@@ -112,3 +123,12 @@ class ModeChoice:
         is_same = self._usual <= now * CHANGED and now <= self._usual * CHANGED
         self._changes = 0 if is_same else self._changes + 1
         return int(self._changes == 2)
+
+
+def rank_deviation(low: list[float], high: list[float]) -> float:
+    """How far the ranks of ``low`` lie below those of ``high``, in standard deviations of what
+    chance gives where both are alike: the U test of Mann and Whitney (1947), ties count half."""
+    order = sorted(high)
+    above = sum(len(high) - (bisect_left(order, s) + bisect_right(order, s)) / 2 for s in low)
+    pairs = len(low) * len(high)
+    return (above - pairs / 2) / sqrt(pairs * (len(low) + len(high) + 1) / 12)

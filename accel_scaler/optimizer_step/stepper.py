@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from torch.optim import optimizer as optimizer_module
 
 from ..scaling import DeferredUnscale, call_fused, match_layout, parameters_of, stepped
 from .arena import Arena, Held, Placed
-from .blocks import FusedRule, Run, Scratch, rule_of
+from .blocks import FusedRule, Run, Scratch, neighbours, rule_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -102,11 +102,19 @@ class Stepper(ABC):
         """Wait until no step reads ``.grad``: a backward is about to add to it."""
 
 
-class InlineStepper(Stepper):
-    """Steps on the training thread, as ``optimizer.step()`` does."""
+Places = Callable[[], Sequence[Placed]]
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
+
+class InlineStepper(Stepper):
+    """Steps on the training thread, as ``optimizer.step()`` does.
+
+    Args:
+        places: returns where another stepper has laid out the state of all parameters; () if it
+            has not. Then the state stays there.
+    """
+
+    def __init__(self, optimizer: Optimizer, places: Places = tuple) -> None:
+        self._optimizer, self._places = weakref.ref(optimizer), places
         self._runs: list[Run] = []
         """They step it by direct calls of a kernel, as long as ``_held`` is current."""
         self._held: Held | None = None
@@ -143,7 +151,8 @@ class InlineStepper(Stepper):
         groups = optimizer.param_groups
         fits = all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
         if self._held is None or not self._held.is_current(_held_by(optimizer)) or not fits:
-            self._runs = list(_make_runs(optimizer, rule))
+            placed = self._places() or list(_lay_out(optimizer, rule))
+            self._runs = list(_make_runs(optimizer, rule, placed))
             steps = [entry.get("step") for entry in optimizer.state.values()]
             self._held = Held(_held_by(optimizer), steps)
         grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
@@ -163,16 +172,24 @@ def _held_by(optimizer: Optimizer) -> list[Any]:
     return [optimizer.state, *params, *values]
 
 
-def _make_runs(optimizer: Optimizer, rule: FusedRule) -> Iterator[Run]:
-    """A run for each stretch of a group's parameters on one device."""
+def _lay_out(optimizer: Optimizer, rule: FusedRule) -> Iterator[Placed]:
+    """Lay the state out anew, an arena for each stretch of a group's parameters on one device."""
     for number, group in enumerate(optimizer.param_groups):
         for device, some in groupby(group["params"], attrgetter("device")):
             params = list(some)
             arena = Arena([p.detach() for p in params], device, has_masters=False)
             for slot, p in enumerate(params):
                 arena.adopt(slot, optimizer.state.get(p, {}), rule.keys(group), rule.counts)
-            pairs = [Placed(p, number, arena, slot) for slot, p in enumerate(params)]
-            yield Run(pairs, rule, group, optimizer.state, Scratch(device))
+                yield Placed(p, number, arena, slot)
+
+
+def _make_runs(optimizer: Optimizer, rule: FusedRule, placed: Sequence[Placed]) -> Iterator[Run]:
+    for number, group in enumerate(optimizer.param_groups):
+        mine = [Placed(p.param, number, p.arena, p.slot) for p in placed if p.group == number]
+        mine.sort(key=lambda each: (id(each.arena), each.slot))
+        for places in neighbours(mine, range(len(mine))):
+            pairs = [mine[place] for place in places]
+            yield Run(pairs, rule, group, optimizer.state, Scratch(pairs[0].arena.device))
 
 
 _unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))

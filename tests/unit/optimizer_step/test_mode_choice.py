@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from accel_scaler.optimizer_step.mode_choice import MANY, SPAN, TURN, ModeChoice
+from accel_scaler.optimizer_step.mode_choice import LONGEST_TURN, MANY, SPAN, TURN, ModeChoice
 
 Length = Callable[[int, bool], float]
 """Seconds of a window, by its number and whether its update ran beside."""
@@ -142,11 +142,11 @@ def test_nothing_is_decided_while_every_window_is_skipped() -> None:
     run = Run(lambda n, way: 1.0, lambda n: True).go_on(200)
     assert run.decided == []
     run.skipped = lambda n: False
-    assert run.go_on(2 * 2 * TURN * MANY).decided != []
+    assert run.go_on(2 * 2 * LONGEST_TURN * MANY).decided != []
 
 
 def test_equal_ways_are_decided_in_the_end() -> None:
-    run = Run(lambda n, way: 1.0 + (n * 7 % 10) / 10).go_on(2 * TURN * MANY + 2)
+    run = Run(lambda n, way: 1.0 + (n * 7 % 10) / 10).go_on(2 * LONGEST_TURN * MANY)
     assert len(run.decided) == 1
 
 

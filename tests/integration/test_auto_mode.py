@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ from telemetry_runs import INF, attached, loss_of, sgd, windows_of
 
 from accel_scaler import AsyncOptimizer, UnsupportedError
 from accel_scaler.async_optimizer import async_stepper
-from accel_scaler.optimizer_step import InlineStepper, stepper_of
-from accel_scaler.optimizer_step.mode_choice import FEW, TURN
+from accel_scaler.optimizer_step import Arena, InlineStepper, stepper_of
+from accel_scaler.optimizer_step.mode_choice import FEW, LONGEST_TURN, TURN
 from accel_scaler.report.findings import chosen_mode
 from accel_scaler.report.reader import read_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WINDOWS, SKIPPED = 2 * (FEW + 1) * TURN + 12, 7
+WINDOWS, SKIPPED = 2 * FEW * TURN + 2 * LONGEST_TURN + 12, 7
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "float32": (torch.float32, {}, "fp16"),
     "folded": (torch.float32, {"fold_unscale": True}, "fp16"),
@@ -98,6 +100,52 @@ def test_a_window_in_sync_is_stepped_as_sync_steps_it(monkeypatch: pytest.Monkey
     )
     train("auto", "float32", adamw)
     assert len(stepped) == clock.modes.count(False) - (not clock.modes[SKIPPED])
+
+
+def test_a_turn_moves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways use it where it is, so that trying costs no more than the slower way does."""
+    clock, moved = Clock(1.0), []
+    monkeypatch.setattr(async_stepper, "clock", clock)
+    adopt = Arena.adopt
+    monkeypatch.setattr(
+        Arena, "adopt", lambda *args: (moved.append(len(clock.modes)), adopt(*args))
+    )
+    train("auto", "float32", adamw)
+    turns = sum(a != b for a, b in pairwise(clock.modes))
+    assert turns > 4
+    # As each way is first used, and again once there is state.
+    assert max(moved) <= 2 * TURN + 2
+
+
+def test_state_replaced_in_either_way_is_stepped_as_in_sync() -> None:
+    """By a load, an edit through ``.data``, a new group; what was taken out stays as it is."""
+
+    def run(mode: str) -> Any:
+        taken = []
+        with attached(step_mode=mode) as accelerator:
+            plain, later = mlp(), torch.nn.Parameter(torch.ones(3))
+            model, optimizer = accelerator.prepare(plain, adamw(plain.parameters()))
+            for number in range(WINDOWS):
+                accelerator.backward(loss_of(model, number) + later.sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                later.grad = None
+                stepper_of(optimizer).synchronize()
+                if number % 5 == 2:
+                    optimizer.load_state_dict(optimizer.state_dict())
+                entries, first = optimizer.optimizer.state, plain[0].weight
+                if number % 5 == 3:
+                    taken.append([entries[first], deepcopy(entries[first])])
+                    entries[first] = deepcopy(entries[first])
+                if number % 7 == 3:
+                    entries[first]["exp_avg"].data = entries[first]["exp_avg"].data * 0.5
+                if number == 11:
+                    optimizer.add_param_group({"params": [later]})
+            return weights(plain), later.detach().clone(), optimizer.state_dict(), taken
+
+    found, expected = run("auto"), run("sync")
+    assert same(found, expected)
+    assert all(same(now, then) for now, then in found[-1])
 
 
 def test_an_optimizer_that_cannot_run_beside_stays_in_sync() -> None:

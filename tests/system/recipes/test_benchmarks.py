@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
     "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
     "auto": (
         ["--windows", "2", "--processes", "1"],
-        rf"^(waits|small|runs|both) [a-z A-Z]+({NUMBER}){{5}} to{NUMBER} +0, -$",
+        rf"^(waits|small|runs|both) [a-z A-Z]+({NUMBER}){{5}} +0, -$",
         4,
     ),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),

@@ -38,7 +38,6 @@ from ..errors import OrderError, StepError, UnsupportedError, listed
 from ..optimizer_step import (
     InlineStepper,
     ModeChoice,
-    Placed,
     Stepper,
     StepTiming,
     async_stepper_of,
@@ -150,7 +149,6 @@ class AsyncStepper(Stepper):
         self.group: Any = None
         """The process group of the ranks that step together under DDP."""
         self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._inline = InlineStepper(optimizer, self._places)
         self.streams = SideStreams(device)
         self.replica = Replica(
             optimizer,
@@ -160,6 +158,7 @@ class AsyncStepper(Stepper):
             inline=mode == "sync" and not offload,
             stages=mode == "delayed",
         )
+        self._inline = InlineStepper(optimizer, self.replica)
         has_kernel = rule_of(optimizer) is not None
         if offload and has_kernel and not all(g.get("fused") for g in optimizer.param_groups):
             logger.warning(
@@ -409,15 +408,6 @@ class AsyncStepper(Stepper):
         replica = self.replica
         is_inside = self.choice is not None and not (self.is_beside or replica.offload)
         return is_inside and not (self.keeps_scaled or replica.is_sharded)
-
-    def _places(self) -> Sequence[Placed]:
-        """Where steps beside have the state: a turn of the other way moves none of it."""
-        replica = self.replica
-        if replica.has_masters or not replica.is_current():
-            return ()
-        with self.lock, torch.inference_mode(False), self.streams.as_at_home():
-            replica.share_state([p.grad for p in replica.params])
-        return replica.pairs
 
     @contextmanager
     def _choosing(self, stepped: bool = True) -> Iterator[None]:

@@ -24,6 +24,7 @@ from ..optimizer_step import (
     Arena,
     Follower,
     Held,
+    Placed,
     Run,
     Scratch,
     are_same,
@@ -154,6 +155,8 @@ class Replica:
         """Where ``known`` were, as :meth:`_layout_of` describes it."""
         self._shared: Held | None = None
         """The optimizer's state and all that is in it, when it was last shared."""
+        self._keys: list[tuple[bool, tuple[str, ...]]] = []
+        """Of each group then: whether a kernel takes it, and with which keys of state."""
         self._has_all_state = False
         self._recorded: tuple[Any, list[Any]] = None, []
         """The training stream and these values, when they were last recorded on streams."""
@@ -308,8 +311,10 @@ class Replica:
         """Share the optimizer's state entries, also those added since."""
         state, groups, shared = self.optimizer.state, self.optimizer.param_groups, self._shared
         runs = chain.from_iterable(part.runs or () for part in self.parts)
-        fits = all(run.still_fits(groups[number]) for number, _, run in runs)
-        held = [state, *state.values(), *_values_of(state)]
+        rule = rule_of(self.optimizer)
+        keys = [] if rule is None else [(rule.takes(group), rule.keys(group)) for group in groups]
+        fits = keys == self._keys and all(run.still_fits(groups[n]) for n, _, run in runs)
+        held = [state, *state, *state.values(), *_values_of(state)]
         is_shared = fits and shared is not None and shared.is_current(held)
         if not is_shared or not self._has_all_state:
             for p, grad in zip(self.params, grads, strict=False):
@@ -335,10 +340,26 @@ class Replica:
         kept = set(map(id, _values_of(state)))
         # Read just now on this stream, whichever their memory is from.
         self.streams.keep([t for t in before if id(t) not in kept], at_home=True)
-        held = [state, *state.values(), *_values_of(state)]
-        self._shared = Held(held, held)
+        held = [state, *state, *state.values(), *_values_of(state)]
+        self._shared, self._keys = Held(held, held), keys
         for part in self.parts:
             part.runs = None
+
+    @property
+    def version(self) -> object:
+        """Another object whenever state was laid out anew; None: none is."""
+        return self._shared
+
+    @torch.no_grad()
+    def places(self) -> Sequence[Placed]:
+        """Lay out the state as it is now. () where that is not for a step inside ``step()``: for
+        masters, before the first :meth:`follow` and where parameters share memory, whose order of
+        updates is the optimizer's."""
+        if self.has_masters or self._shares_memory or not self.is_current():
+            return ()
+        with torch.inference_mode(False), self.streams.as_at_home():
+            self.share_state([p.grad for p in self.params])
+        return self.pairs
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to what its pair steps with: shards; for a master float32,

@@ -391,9 +391,10 @@ class Run:
 
     def _block(self, places: Sequence[int]) -> Block:
         arena, pairs = self._arena, [self.pairs[i] for i in places]
-        slots, entries = [pair.slot for pair in pairs], [self._state[p.stepped] for p in pairs]
-        masters, begin = [pair.stepped for pair in pairs], arena.offsets[slots[0]]
-        state = [[entry[key] for entry in entries] for key in self.keys]
+        slots, masters = [pair.slot for pair in pairs], [pair.stepped for pair in pairs]
+        begin = arena.offsets[slots[0]]
+        # Without keys no entry is made, as torch makes none.
+        state = [[self._state[p][key] for p in masters] for key in self.keys]
         return Block(
             places=places,
             slots=slots,
@@ -404,7 +405,7 @@ class Run:
             is_small=arena.device.type == "cpu" and max(arena.lengths[i] for i in slots) <= SMALL,
             masters=masters,
             state=state,
-            counts=[entry["step"] for entry in entries] if self._rule.counts else [],
+            counts=[self._state[p]["step"] for p in masters] if self._rule.counts else [],
             staging=[pair.staging for pair in pairs if pair.staging is not None],
             targets=[pair.target for pair in pairs],
             previews=[pair.preview for pair in pairs if pair.preview is not None],

@@ -7,13 +7,13 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -102,19 +102,28 @@ class Stepper(ABC):
         """Wait until no step reads ``.grad``: a backward is about to add to it."""
 
 
-Places = Callable[[], Sequence[Placed]]
+class Layout(Protocol):
+    """Where another stepper of the same optimizer has laid out the state."""
+
+    def places(self) -> Sequence[Placed]:
+        """Of all parameters, as their state is now; (): of none."""
+
+    @property
+    def version(self) -> object:
+        """Another object once anything has been laid out anew."""
 
 
 class InlineStepper(Stepper):
     """Steps on the training thread, as ``optimizer.step()`` does.
 
     Args:
-        places: returns where another stepper has laid out the state of all parameters; () if it
-            has not. Then the state stays there.
+        layout: the state stays where this has it.
     """
 
-    def __init__(self, optimizer: Optimizer, places: Places = tuple) -> None:
-        self._optimizer, self._places = weakref.ref(optimizer), places
+    def __init__(self, optimizer: Optimizer, layout: Layout | None = None) -> None:
+        self._optimizer, self._layout = weakref.ref(optimizer), layout
+        self._version: object = None
+        """That of the layout for which ``_runs`` were made."""
         self._runs: list[Run] = []
         """They step it by direct calls of a kernel, as long as ``_held`` is current."""
         self._held: Held | None = None
@@ -150,9 +159,12 @@ class InlineStepper(Stepper):
             return False
         groups = optimizer.param_groups
         fits = all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
+        layout = self._layout
+        fits = fits and (layout is None or layout.version is self._version)
         if self._held is None or not self._held.is_current(_held_by(optimizer)) or not fits:
-            placed = self._places() or list(_lay_out(optimizer, rule))
-            self._runs = list(_make_runs(optimizer, rule, placed))
+            placed = layout.places() if layout is not None else ()
+            self._version = layout.version if layout is not None else None
+            self._runs = list(_make_runs(optimizer, rule, placed or [*_lay_out(optimizer, rule)]))
             steps = [entry.get("step") for entry in optimizer.state.values()]
             self._held = Held(_held_by(optimizer), steps)
         grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
@@ -166,10 +178,10 @@ class InlineStepper(Stepper):
 
 
 def _held_by(optimizer: Optimizer) -> list[Any]:
-    """Its parameters, a None behind those of each group, and all that is in their state."""
+    """Its parameters, a None behind those of each group, whose state it has, and all in it."""
     params = chain.from_iterable((*group["params"], None) for group in optimizer.param_groups)
     values = chain.from_iterable(map(dict.values, optimizer.state.values()))
-    return [optimizer.state, *params, *values]
+    return [optimizer.state, *optimizer.state, *params, *values]
 
 
 def _lay_out(optimizer: Optimizer, rule: FusedRule) -> Iterator[Placed]:

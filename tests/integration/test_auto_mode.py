@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -117,35 +118,107 @@ def test_a_turn_moves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(moved) <= 2 * TURN + 2
 
 
-def test_state_replaced_in_either_way_is_stepped_as_in_sync() -> None:
-    """By a load, an edit through ``.data``, a new group; what was taken out stays as it is."""
+class InTurn:
+    """Instead of a choice by times: the ways of the windows, given one by one."""
 
-    def run(mode: str) -> Any:
-        taken = []
-        with attached(step_mode=mode) as accelerator:
-            plain, later = mlp(), torch.nn.Parameter(torch.ones(3))
-            model, optimizer = accelerator.prepare(plain, adamw(plain.parameters()))
-            for number in range(WINDOWS):
-                accelerator.backward(loss_of(model, number) + later.sum())
-                optimizer.step()
-                optimizer.zero_grad()
-                later.grad = None
-                stepper_of(optimizer).synchronize()
-                if number % 5 == 2:
-                    optimizer.load_state_dict(optimizer.state_dict())
-                entries, first = optimizer.optimizer.state, plain[0].weight
-                if number % 5 == 3:
-                    taken.append([entries[first], deepcopy(entries[first])])
-                    entries[first] = deepcopy(entries[first])
-                if number % 7 == 3:
-                    entries[first]["exp_avg"].data = entries[first]["exp_avg"].data * 0.5
-                if number == 11:
-                    optimizer.add_param_group({"params": [later]})
-            return weights(plain), later.detach().clone(), optimizer.state_dict(), taken
+    means = None
 
-    found, expected = run("auto"), run("sync")
-    assert same(found, expected)
-    assert all(same(now, then) for now, then in found[-1])
+    def __init__(self, ways: str) -> None:
+        self.ways = iter(ways)
+        self.is_beside = next(self.ways) == "B"
+
+    def note(self, now: float, stepped: bool, agree: object = None) -> bool:
+        self.is_beside = next(self.ways, "B") == "B"
+        return False
+
+
+Edit = Callable[[Any, list[Any], int], None]
+"""Changes an optimizer before the step of a window; may put something aside in the list."""
+
+
+def cleared(optimizer: Any, aside: list[Any], window: int) -> None:
+    if window == 2:
+        optimizer.state.clear()
+
+
+def momentum(optimizer: Any, aside: list[Any], window: int) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.9 if window % 3 else 0.0
+    if window % 3 == 0:
+        optimizer.state.clear()
+
+
+def put_back(optimizer: Any, aside: list[Any], window: int) -> None:
+    p = optimizer.param_groups[0]["params"][0]
+    if window == 1:
+        aside.append(optimizer.state.pop(p))
+    if window == 3:
+        optimizer.state[p] = aside.pop()
+
+
+def exchanged(optimizer: Any, aside: list[Any], window: int) -> None:
+    """Two parameters' state, the entries in their order."""
+    if window in (2, 3):
+        a, _, b, *_ = optimizer.param_groups[0]["params"]
+        entries = list(optimizer.state.items())
+        optimizer.state.clear()
+        for p, entry in entries:
+            optimizer.state[b if p is a else a if p is b else p] = entry
+
+
+def replaced(optimizer: Any, aside: list[Any], window: int) -> None:
+    if window == 2:
+        optimizer.load_state_dict(optimizer.state_dict())
+    for p in optimizer.param_groups[0]["params"] if window == 3 else ():
+        optimizer.state[p] = deepcopy(optimizer.state[p])
+    for entry in optimizer.state.values() if window == 4 else ():
+        for value in entry.values():
+            value.data = value.data * 1.0
+
+
+def added(optimizer: Any, aside: list[Any], window: int) -> None:
+    if window == 2:
+        params = optimizer.param_groups[0]["params"]
+        last = [params.pop(), params.pop()]
+        optimizer.add_param_group({"params": last, "lr": 0.02})
+
+
+EDITS = (cleared, momentum, put_back, exchanged, replaced, added)
+
+
+@pytest.mark.parametrize(
+    ("cls", "edit"),
+    [
+        *((torch.optim.Adam, edit) for edit in EDITS if edit is not momentum),
+        # Where only some parameters have a buffer, torch's fused SGD raises.
+        *((torch.optim.SGD, edit) for edit in EDITS if edit is not put_back),
+    ],
+)
+@pytest.mark.parametrize("ways", ["IBIIBB", "IBBIIB", "BIBIBI", "IIBBII", "IBIBIB"])
+def test_state_that_is_changed_is_stepped_as_torch_does(cls: Any, ways: str, edit: Edit) -> None:
+    """Both ways use the state where the other has laid it out."""
+    settings = {"momentum": 0.9} if cls is torch.optim.SGD and edit is not added else {}
+    shapes = [(8, 8), (8,), (8, 8), (4,)]
+    ours, plain = ([torch.nn.Parameter(torch.ones(s)) for s in shapes] for _ in range(2))
+    reference = cls(plain, lr=0.01, fused=True, **settings)
+    with attached(step_mode="auto", precision="no") as accelerator:
+        optimizer = accelerator.prepare(cls(ours, lr=0.01, fused=True, **settings))
+        stepper: Any = stepper_of(optimizer)
+        stepper.choice = InTurn(ways)
+        stepper.is_beside = stepper.choice.is_beside
+        asides: tuple[list[Any], list[Any]] = [], []
+        for window in range(len(ways)):
+            r = torch.Generator().manual_seed(window)
+            for p, q in zip(ours, plain, strict=True):
+                p.grad = torch.randn(p.shape, generator=r)
+                q.grad = p.grad.clone()
+            edit(optimizer.optimizer, asides[0], window)
+            edit(reference, asides[1], window)
+            accelerator.gradient_state._set_sync_gradients(True)
+            optimizer.step()
+            reference.step()
+            stepper.synchronize()
+            assert all(map(torch.equal, ours, plain)), window
+        assert same(optimizer.state_dict(), reference.state_dict())
 
 
 def test_an_optimizer_that_cannot_run_beside_stays_in_sync() -> None:

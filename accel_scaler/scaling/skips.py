@@ -57,9 +57,9 @@ class SkipStreak:
             raise OverflowStreakError(text)
         elif skips >= self._warns_at:
             self._warns_at = 10 * skips
-            end = "never ends the run" if limit is None else "ends the run"
-            text = "%s skipped in a row; max_consecutive_skips=%s %s. %s"
-            logger.warning(text, counted(skips, "window"), limit, end, self._describe(get_scale))
+            end = f"the run ends after {limit}" if limit is not None else "the run goes on"
+            text = "%s skipped in a row; %s (max_consecutive_skips=%s). %s"
+            logger.warning(text, counted(skips, "window"), end, limit, self._describe(get_scale))
 
     def _describe(self, get_scale: Callable[[], float] | None) -> str:
         names = [] if self.origin else [name for name, _ in self.names.most_common()]

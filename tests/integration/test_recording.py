@@ -91,7 +91,7 @@ def test_a_run_of_skips_ends_after_a_last_record(
     assert named is not None
     assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
     (warning,) = messages(caplog, "skipped in a row")
-    assert warning.startswith("2 windows skipped in a row; max_consecutive_skips=6 ends the run")
+    assert warning.startswith("2 windows skipped in a row; the run ends after 6 (max_c")
 
 
 def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:

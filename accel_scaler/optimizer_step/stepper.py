@@ -159,12 +159,11 @@ class InlineStepper(Stepper):
             return False
         groups = optimizer.param_groups
         fits = all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
-        layout = self._layout
-        fits = fits and (layout is None or layout.version is self._version)
-        if self._held is None or not self._held.is_current(_held_by(optimizer)) or not fits:
-            placed = layout.places() if layout is not None else ()
-            self._version = layout.version if layout is not None else None
-            self._runs = list(_make_runs(optimizer, rule, placed or [*_lay_out(optimizer, rule)]))
+        is_moved = self._layout is not None and self._layout.version is not self._version
+        held = self._held
+        if held is None or not fits or is_moved or not held.is_current(_held_by(optimizer)):
+            self._held = None  # Ctrl-C may come before they are made
+            self._runs = list(self._make_runs(optimizer, rule))
             steps = [entry.get("step") for entry in optimizer.state.values()]
             self._held = Held(_held_by(optimizer), steps)
         grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
@@ -175,6 +174,18 @@ class InlineStepper(Stepper):
             run.step(type(optimizer), groups[run.pairs[0].group], mine, deferred, whole=True)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # as an LR scheduler's wrapper
         return True
+
+    def _make_runs(self, optimizer: Optimizer, rule: FusedRule) -> Iterator[Run]:
+        places: Sequence[Placed] = ()
+        if self._layout is not None:
+            places, self._version = self._layout.places(), self._layout.version
+        places = places or list(_lay_out(optimizer, rule))
+        for number, group in enumerate(optimizer.param_groups):
+            mine = [Placed(p.param, number, p.arena, p.slot) for p in places if p.group == number]
+            mine.sort(key=lambda each: (id(each.arena), each.slot))
+            for some in neighbours(mine, range(len(mine))):
+                pairs = [mine[place] for place in some]
+                yield Run(pairs, rule, group, optimizer.state, Scratch(pairs[0].arena.device))
 
 
 def _held_by(optimizer: Optimizer) -> list[Any]:
@@ -193,15 +204,6 @@ def _lay_out(optimizer: Optimizer, rule: FusedRule) -> Iterator[Placed]:
             for slot, p in enumerate(params):
                 arena.adopt(slot, optimizer.state.get(p, {}), rule.keys(group), rule.counts)
                 yield Placed(p, number, arena, slot)
-
-
-def _make_runs(optimizer: Optimizer, rule: FusedRule, placed: Sequence[Placed]) -> Iterator[Run]:
-    for number, group in enumerate(optimizer.param_groups):
-        mine = [Placed(p.param, number, p.arena, p.slot) for p in placed if p.group == number]
-        mine.sort(key=lambda each: (id(each.arena), each.slot))
-        for places in neighbours(mine, range(len(mine))):
-            pairs = [mine[place] for place in places]
-            yield Run(pairs, rule, group, optimizer.state, Scratch(pairs[0].arena.device))
 
 
 _unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))

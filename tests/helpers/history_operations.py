@@ -702,13 +702,18 @@ class Player:
                 EDITS[how](p)
         self.seen["written past autograd"] += how.startswith("data")
 
-    @operation(how=("doubled", "emptied"))
+    @operation(how=("doubled", "emptied", "dropped"))
     def replace_state(self, how: str) -> Any:
         """Put other entries with other tensors into the optimizers' state, as averaging does, or
-        empty its entries."""
+        empty its entries, or drop them."""
         if self.low or self.device != "cpu" or self.plain.is_tied:
             return False
         self.synchronized()
+        if how == "dropped":
+            for number in self.numbers:
+                self.plain.optimizers[number].state.clear()
+                self.ours.optimizers[number].state.clear()
+            return None
         change = double_averages if how == "doubled" else dict.clear
         for number in self.numbers:
             self.plain.replace_state(number, change)

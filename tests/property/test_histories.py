@@ -99,6 +99,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trained in stock after a spike": {**UNSCALED, "limit": 0.5, "stock": True},
     "clipped and given up": UNSCALED,
     "state emptied after the first update": {"optimizer": "fused adamw"},
+    "state dropped after the first update": [
+        *(BACKWARD, STEP, ("replace_state", {"how": "dropped"}), BACKWARD, STEP, STATES),
+    ],
     "moved, where a kernel is called for the model's own memory": {"optimizer": "fused adamw"},
     "saved with masters, some never stepped, loaded in place": {
         **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"}

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from statistics import fmean, pstdev
 
 import pytest
 
-from accel_scaler.optimizer_step.mode_choice import LONGEST_TURN, MANY, SPAN, TURN, ModeChoice
+from accel_scaler.optimizer_step.mode_choice import (
+    LONGEST_TURN,
+    MANY,
+    SPAN,
+    TURN,
+    ModeChoice,
+    rank_deviation,
+)
 
 Length = Callable[[int, bool], float]
 """Seconds of a window, by its number and whether its update ran beside."""
@@ -189,3 +198,19 @@ def test_ranks_that_measure_otherwise_choose_what_rank_0_does() -> None:
         r = random.Random(seed)
         assert play(lambda n, way, r=r: r.random(), asked) == expected
         assert left == []
+
+
+def test_the_rank_deviation_is_that_of_the_u_test_counted_out() -> None:
+    """By every way to deal the values out, where all are as likely: mean and deviation of U."""
+    low, high = [3.0, 1.0, 4.0], [1.5, 9.0, 2.6, 5.0]
+    values = low + high
+
+    def count(some: Iterable[float]) -> int:
+        mine = set(some)
+        return sum(a < b for a in mine for b in set(values) - mine)
+
+    counts = [count(some) for some in combinations(values, len(low))]
+    expected = (count(low) - fmean(counts)) / pstdev(counts)
+    assert rank_deviation(low, high) == pytest.approx(expected)
+    assert rank_deviation(high, low) == pytest.approx(-expected)
+    assert rank_deviation([1.0, 1.0], [1.0]) == 0.0  # ties

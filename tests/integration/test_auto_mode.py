@@ -221,6 +221,39 @@ def test_state_that_is_changed_is_stepped_as_torch_does(cls: Any, ways: str, edi
         assert same(optimizer.state_dict(), reference.state_dict())
 
 
+def test_parameters_that_share_memory_are_stepped_in_the_optimizers_order() -> None:
+    """Which is not the model's; each step reads what the one before has written."""
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        memory = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
+        layers = [torch.nn.Linear(4, 3, bias=False) for _ in range(3)]
+        for layer in layers:
+            layer.weight = torch.nn.Parameter(memory)
+        params = [layer.weight for layer in reversed(layers)]
+        cls: Any = torch.optim.SGD
+        return torch.nn.ModuleList(layers), cls(
+            params, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True
+        )
+
+    with attached(step_mode="auto", precision="no") as accelerator:
+        (model, optimizer), (plain, reference) = accelerator.prepare(*made()), made()
+        stepper: Any = stepper_of(optimizer)
+        stepper.choice = InTurn("IIBIIBII")
+        x = torch.linspace(-0.5, 1.0, 4)
+        for _ in range(8):
+            for net in (model, plain):
+                factors = (1.3, -0.7, 2.1)
+                sum(
+                    (f * layer(x)).sin().sum() for f, layer in zip(factors, net, strict=True)
+                ).backward()
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+            stepper.synchronize()
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_an_optimizer_that_cannot_run_beside_stays_in_sync() -> None:
     class Own(torch.optim.SGD):
         pass

@@ -99,9 +99,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trained in stock after a spike": {**UNSCALED, "limit": 0.5, "stock": True},
     "clipped and given up": UNSCALED,
     "state emptied after the first update": {"optimizer": "fused adamw"},
-    "state dropped after the first update": [
-        *(BACKWARD, STEP, ("replace_state", {"how": "dropped"}), BACKWARD, STEP, STATES),
-    ],
+    "state dropped after the first update": {"optimizer": "fused adamw"},
     "moved, where a kernel is called for the model's own memory": {"optimizer": "fused adamw"},
     "saved with masters, some never stepped, loaded in place": {
         **{"precision": "bf16", "dtype": "bfloat16", "optimizer": "adamw"}
@@ -170,6 +168,9 @@ SHOWN: dict[str, list[Call]] = {
     ],
     "state emptied after the first update": [
         *(BACKWARD, STEP, ("replace_state", {"how": "emptied"}), BACKWARD, STEP, STATES),
+    ],
+    "state dropped after the first update": [
+        *(BACKWARD, STEP, ("replace_state", {"how": "dropped"}), BACKWARD, STEP, STATES),
     ],
     "moved, where a kernel is called for the model's own memory": [
         *(BACKWARD, STEP, BACKWARD, STEP, ("move", {"which": 0, "how": "one"})),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import set_seed
-from async_support import Clock
+from async_support import Clock, InTurn
 from support import mlp, same, weights
 from telemetry_runs import INF, attached, loss_of, sgd, windows_of
 
@@ -116,20 +116,6 @@ def test_a_turn_moves_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns > 4
     # As each way is first used, and again once there is state.
     assert max(moved) <= 2 * TURN + 2
-
-
-class InTurn:
-    """Instead of a choice by times: the ways of the windows, given one by one."""
-
-    means = None
-
-    def __init__(self, ways: str) -> None:
-        self.ways = iter(ways)
-        self.is_beside = next(self.ways) == "B"
-
-    def note(self, now: float, stepped: bool, agree: object = None) -> bool:
-        self.is_beside = next(self.ways, "B") == "B"
-        return False
 
 
 Edit = Callable[[Any, list[Any], int], None]

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -160,10 +161,12 @@ def serve(pipe: Connection, shapes: Shapes, name: str, busy: float, windows: int
     for is_beside in (False, True):  # the first steps make state
         run.windows(Way(Always(is_beside)), SLICE, work)
     ways = [Way(Always(False)), Way(Always(True)), Way(ModeChoice())]
+    turns = deque(ways)
     with cores_taken(name == BUSY):
         for done in range(0, windows, SLICE):
-            for way in ways:
+            for way in turns:
                 run.windows(way, min(SLICE, windows - done), work)
+            turns.rotate()  # no way always comes after the same other one
     pipe.send(([way.clock.now for way in ways], ways[2].beside, ways[2].decided))
 
 

@@ -360,6 +360,11 @@ class AsyncStepper(Stepper):
         with self._choosing():
             self._step(deferred or DeferredUnscale())
 
+    def step_idle(self) -> None:
+        if self._hooks("pre") or self._hooks("post"):
+            self.claim()
+            self._step(DeferredUnscale())
+
     def _step(self, deferred: DeferredUnscale) -> None:
         if self.is_as_stock:
             self._finish_for_boundary(follows=False)
@@ -473,12 +478,19 @@ class AsyncStepper(Stepper):
         self.wait_for_gradients()
         self.reads_beside = self.is_beside
 
-    def _run_hooks(self, when: str) -> None:
-        """The optimizer's own and the global step hooks, on the training thread, as torch does."""
+    def _hooks(self, when: str) -> list[Callable[..., Any]]:
+        """The optimizer's own step hooks and the global ones, in torch's order."""
         everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
         own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+        return [*everywhere, *own] if when == "pre" else [*own, *everywhere]
+
+    def _run_hooks(self, when: str) -> None:
+        """Call the step hooks on the training thread, as torch does."""
         arguments: Any = (self.optimizer,), {}
-        for hook in [*everywhere, *own] if when == "pre" else [*own, *everywhere]:
+        hooks = self._hooks(when)
+        if hooks and when == "post":
+            self.finish()  # they see the state after the update
+        for hook in hooks:
             result = hook(self.optimizer, *arguments)
             if when == "pre" and result is not None and result != arguments:
                 raise UnsupportedError(

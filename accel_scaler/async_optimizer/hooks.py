@@ -128,7 +128,9 @@ class SyncHooks:
                 pair, entry = pairs.get(id(p)), state.get(index)
                 if pair is None:
                     continue
-                if isinstance(entry, dict):  # a plain optimizer may have loaded what is ours
+                # Else it is the optimizer's own, as torch's is: what is written to it counts.
+                is_ours = pair.is_master or hasattr(p, "to_local") or MASTER in (entry or ())
+                if is_ours and isinstance(entry, dict):  # a plain optimizer may have loaded it
                     own = without_master(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}
                 # Torch's optimizers want all of their state in an entry that is not empty.
@@ -144,10 +146,11 @@ class SyncHooks:
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self.stepper
         stepper.begin_loading(state_dict)
-        state_dict = {**state_dict, "state": stepper.replica.apart(state_dict["state"])}
+        is_ours = stepper.replica.masters.every or stepper.keeps_scaled
+        if is_ours:
+            state_dict = {**state_dict, "state": stepper.replica.apart(state_dict["state"])}
         self._loading = state_dict
         # torch casts to the parameter's dtype and device, which is not where state lives here.
-        is_ours = stepper.replica.masters.every or stepper.keeps_scaled
         return {**state_dict, "state": {}} if is_ours else state_dict
 
     def _after_loading(self, optimizer: Optimizer) -> None:

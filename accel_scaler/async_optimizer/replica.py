@@ -334,14 +334,15 @@ class Replica:
             entries.setdefault(pair.arena, {})[pair.slot] = entry
         for arena, mine in entries.items():
             arena.let_go(mine)
-        before = _tensors_in(_values_of(state))
+        # What is moved has another memory after it.
+        before = [t.detach() for t in _tensors_in(_values_of(state)) if self.streams.copies_beside]
         for pair in self.pairs:
             self._move_entry(pair, entries[pair.arena][pair.slot])
-        kept = set(map(id, _values_of(state)))
         # Read just now on this stream, whichever their memory is from.
-        self.streams.keep([t for t in before if id(t) not in kept], at_home=True)
+        self.streams.keep(before, at_home=True)
         held = [state, *state, *state.values(), *_values_of(state)]
         self._shared, self._keys = Held(held, held), keys
+        self._recorded = None, []  # the same tensors may have another memory
         for part in self.parts:
             part.runs = None
 

@@ -155,8 +155,11 @@ class Arena:
 
     def _give(self, name: str, slot: int, entry: dict[str, Any]) -> Tensor:
         self._given.add((name, slot))
-        view = self._view_of(name, slot)
-        entry[name] = view.detach()  # its ``.data`` may be assigned
+        view, value = self._view_of(name, slot), entry.get(name, 0)
+        if name == "step" and _is_movable(value, view):
+            value.data = view  # a state dict that was loaded has the same tensor: it follows
+        else:
+            entry[name] = view.detach()  # its ``.data`` may be assigned
         return view
 
     def _view_of(self, name: str, slot: int) -> Tensor:
@@ -191,7 +194,11 @@ class Held:
 
     def __init__(self, values: Sequence[Any], placed: Sequence[Any]) -> None:
         self._values = values
-        self._tensors = [each for each in placed if type(each) in (Tensor, nn.Parameter)]
+        self._tensors = [
+            each
+            for each in placed
+            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+        ]
         self._places = list(map(Tensor.data_ptr, self._tensors))
 
     def is_current(self, values: Sequence[Any]) -> bool:
@@ -224,6 +231,16 @@ def place_of(t: Tensor) -> object:
 def _is_same_memory(value: object, view: Tensor) -> bool:
     """Whether ``value`` is the same view of the same memory as ``view``."""
     return type(value) is Tensor and place_of(value) == place_of(view)
+
+
+def _is_movable(value: object, view: Tensor) -> bool:
+    """Whether the ``data`` of ``value`` may be ``view``."""
+    return (
+        type(value) is Tensor
+        and (value.dtype, value.device, value.shape) == (view.dtype, view.device, view.shape)
+        and not value.requires_grad
+        and not value.is_inference()
+    )
 
 
 def flat(t: Tensor) -> Tensor:

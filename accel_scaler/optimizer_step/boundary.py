@@ -35,7 +35,7 @@ from .clipping import Clipping
 from .observer import Observer, Rerun
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
-from .stepper import Stepper, async_stepper_of, stepper_of
+from .stepper import Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
 
@@ -154,8 +154,8 @@ class Boundary:
         scaler.manage(optimizer, stepper)
         if not self._has_gradients(optimizer):
             self._count_idle(optimizer, scaler.window)
-            if not scaler.is_enabled() and async_stepper_of(optimizer) is None:
-                stepper.step()  # stock's step: it may need no gradients, and has hooks
+            if not scaler.is_enabled():
+                stepper.step_idle()
             return True
         if scaler.is_enabled() and scaler.window.opened_by is None:
             self._step_without_window(optimizer)

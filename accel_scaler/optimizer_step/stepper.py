@@ -84,6 +84,10 @@ class Stepper(ABC):
     def step(self, deferred: DeferredUnscale | None = None) -> None:
         """Take the gradients, do what is ``deferred``, update."""
 
+    def step_idle(self) -> None:
+        """A boundary without gradients. Stock steps all the same: a hook may bring gradients."""
+        self.step()
+
     def skip(self) -> None:  # noqa: B027
         """A boundary without an update: gradients overflowed, or their norm is a spike."""
 
@@ -158,12 +162,15 @@ class InlineStepper(Stepper):
             self._runs, self._held = [], None
             return False
         groups = optimizer.param_groups
-        fits = all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
         is_moved = self._layout is not None and self._layout.version is not self._version
         held = self._held
-        if held is None or not fits or is_moved or not held.is_current(_held_by(optimizer)):
+        is_current = held is not None and not is_moved and held.is_current(_held_by(optimizer))
+        # Only now: a group may be gone.
+        fits = is_current and all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
+        if not fits:
             self._held = None  # Ctrl-C may come before they are made
-            self._runs = list(self._make_runs(optimizer, rule))
+            with torch.inference_mode(False):
+                self._runs = list(self._make_runs(optimizer, rule))
             steps = [entry.get("step") for entry in optimizer.state.values()]
             self._held = Held(_held_by(optimizer), steps)
         grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]

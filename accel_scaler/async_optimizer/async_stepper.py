@@ -488,8 +488,8 @@ class AsyncStepper(Stepper):
         """Call the step hooks on the training thread, as torch does."""
         arguments: Any = (self.optimizer,), {}
         hooks = self._hooks(when)
-        if hooks and when == "post":
-            self.finish()  # they see the state after the update
+        if hooks:
+            self.finish()  # they see the state after the update, the last or the present one
         for hook in hooks:
             result = hook(self.optimizer, *arguments)
             if when == "pre" and result is not None and result != arguments:

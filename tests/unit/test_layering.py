@@ -52,7 +52,7 @@ MAX_LINES = {
     "scaling": 2_256,
     "optimizer_step": 2_114,
     "async_optimizer": 5_074,
-    "integrations": 1_392,
+    "integrations": 1_386,
     "overflow": 2_792,
     "telemetry": 1_501,
     "report": 1_092,
@@ -64,7 +64,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_409
+MAX_SUM = 18_403
 """The aim is 16,000."""
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.worker import Task, Worker
+from accel_scaler.optimizer_step import stepper_of
 
 LIMIT_S = 60.0
 
@@ -175,3 +176,11 @@ class InTurn:
     def note(self, now: float, stepped: bool, agree: object = None) -> bool:
         self.is_beside = next(self.ways, "B") == "B"
         return False
+
+
+def take_turns(optimizer: Any, ways: str) -> Any:
+    """Let ``auto`` step in these ways, "I" inside and "B" beside; returns the stepper."""
+    stepper: Any = stepper_of(optimizer)
+    stepper.choice = InTurn(ways)
+    stepper.is_beside = stepper.choice.is_beside
+    return stepper

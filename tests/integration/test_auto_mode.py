@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import set_seed
-from async_support import Clock, InTurn
+from async_support import Clock, take_turns
 from support import mlp, same, weights
 from telemetry_runs import INF, attached, loss_of, sgd, windows_of
 
@@ -188,9 +188,7 @@ def test_state_that_is_changed_is_stepped_as_torch_does(cls: Any, ways: str, edi
     reference = cls(plain, lr=0.01, fused=True, **settings)
     with attached(step_mode="auto", precision="no") as accelerator:
         optimizer = accelerator.prepare(cls(ours, lr=0.01, fused=True, **settings))
-        stepper: Any = stepper_of(optimizer)
-        stepper.choice = InTurn(ways)
-        stepper.is_beside = stepper.choice.is_beside
+        stepper = take_turns(optimizer, ways)
         asides: tuple[list[Any], list[Any]] = [], []
         for window in range(len(ways)):
             r = torch.Generator().manual_seed(window)
@@ -223,8 +221,7 @@ def test_parameters_that_share_memory_are_stepped_in_the_optimizers_order() -> N
 
     with attached(step_mode="auto", precision="no") as accelerator:
         (model, optimizer), (plain, reference) = accelerator.prepare(*made()), made()
-        stepper: Any = stepper_of(optimizer)
-        stepper.choice = InTurn("IIBIIBII")
+        stepper = take_turns(optimizer, "IIBIIBII")
         x = torch.linspace(-0.5, 1.0, 4)
         for _ in range(8):
             for net in (model, plain):

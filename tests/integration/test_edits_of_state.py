@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import InTurn
+from async_support import take_turns
 from support import same
 from telemetry_runs import attached
 from torch import nn
-
-from accel_scaler.optimizer_step import stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,8 +21,8 @@ Event = Callable[[Any, dict[str, Any], int], None]
 """Changes an optimizer at the start of a window; may keep something."""
 
 
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])
 
 
@@ -62,9 +60,7 @@ def both(mode: str, made: Any, event: Event, setup: Any = None, skips: int = -1)
         setup(inner)
         model, optimizer = accelerator.prepare(ours, inner)
         if MODES[mode]:
-            stepper: Any = stepper_of(optimizer)
-            stepper.choice = InTurn(MODES[mode])
-            stepper.is_beside = stepper.choice.is_beside
+            take_turns(optimizer, MODES[mode])
         found = train(model, optimizer, event, accelerator.backward, skips)
         return found, expected
 

@@ -50,7 +50,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """The pictures of the repository lie beside the pages of the site."""
+    """Links out of ``docs`` go to the pages of the site."""
+    for above, page in ABOVE.items():
+        markdown = markdown.replace(f"](../{above}", f"]({page}")
     return markdown.replace("../assets/", "assets/")
 
 

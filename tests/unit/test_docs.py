@@ -16,9 +16,8 @@ from places import ROOT
 import accel_scaler
 from accel_scaler import ScalerConfig
 
-ABOVE = [*sorted(ROOT.glob("*.md")), ROOT / "recipes/README.md"]
-"""They are read where they lie, too: what they link to is beside them."""
-PAGES = [*ABOVE, *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [*ROOT.glob("*.md"), ROOT / "recipes/README.md", *ROOT.glob("docs/**/*.md")]
+PAGES.sort()
 API = sorted(ROOT.glob("docs/api/*.md"))
 TARGETS = re.findall(r"^([\w-]+)(?: [\w-]+)*:", (ROOT / "Makefile").read_text("utf-8"), re.M)
 
@@ -27,7 +26,7 @@ def names(pages: list[Path]) -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in pages]
 
 
-@pytest.mark.parametrize("page", ABOVE, ids=names(ABOVE))
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_a_link_out_of_a_page_leads_somewhere(page: Path) -> None:
     text = page.read_text("utf-8")
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)

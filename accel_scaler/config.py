@@ -146,15 +146,15 @@ class ScalerConfig:
         max_scale: Upper bound of the scale. None: that of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
         sharded: Ranks hold different gradients by sharding of your own (DTensors and FSDP are
-            detected): they agree on each skip by one all-reduce a window.
+            detected): they agree on each skip by one all-reduce per window.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a second
             thread, and each parameter's next use waits for it. delayed: on a second thread; the
             model gets each update one step late (see delay_compensation). auto: sync or overlap,
             whose numbers are the same: both are timed in this run, then the faster one is used.
-        delay_warmup_steps: With delayed: run the first N steps as overlap; a resumed run counts on.
-        delay_compensation: With delayed: what the model gets of an update in time. preview: the
-            update as it would be without its gradient, plus a simpler step along that gradient.
-            none: nothing. auto: a preview where there is one for the optimizer, else none.
+        delay_warmup_steps: With delayed: run the first N steps as overlap, counted across resumes.
+        delay_compensation: With delayed: which part of an update the model gets without delay.
+            preview: the update as it would be without its gradient, plus a simpler step along that
+            gradient. none: nothing. auto: a preview where the optimizer has one, else none.
         offload: Where the optimizer's state is kept and updated. none: with the parameters. cpu: in
             host memory, with float32 master weights.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
@@ -169,7 +169,7 @@ class ScalerConfig:
         skip_norm_above: Skip an optimizer step whose gradient norm (unscaled, before clipping) is
             above this number; '4x': above 4 times the median of the norms of the last 128 steps.
         max_consecutive_skips: How many optimizer steps in a row may be skipped; one more raises.
-        on_overflow: What becomes of a window whose gradients overflow. skip: it is lost. retry: its
+        on_overflow: What happens to a window whose gradients overflow. skip: it is lost. retry: its
             forwards and backwards run again at lower scales, and the optimizer steps.
         growth_headroom: With retry the scale grows only while the largest gradient since the last
             growth leaves room for it. False: whenever growth_interval says so, as with skip.

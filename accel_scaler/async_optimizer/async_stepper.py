@@ -849,8 +849,8 @@ class AsyncStepper(Stepper):
         with self.lock, torch.inference_mode(False):
             if self.has_newer and not self.is_trained_here:  # the other may just have gone on
                 raise OrderError(
-                    "step_mode='delayed': a newer value waits to be published, which the thread "
-                    f"{threading.current_thread().name} may not do beneath the one that trains, "
+                    "step_mode='delayed': a newer value is waiting to be published, and the thread "
+                    f"{threading.current_thread().name} must not publish it while another trains, "
                     f"{self._trainer.name}. Call optimizer.synchronize() there before reading "
                     "here, or use step_mode='overlap'."
                 )

@@ -181,8 +181,8 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
         )
     elif config.step_mode in ("overlap", "auto") and not is_splittable(inner):
         logger.warning(
-            "%s is stepped inside optimizer.step(), not beside forward and backward: it is not "
-            "among the optimizers of torch whose step treats each parameter alone",
+            "%s is stepped inside optimizer.step(), not in parallel with forward and backward: it "
+            "is not one of torch's optimizers that step each parameter independently",
             type(inner).__name__,
         )
     _change_class(optimizer, ScaledOptimizer)

@@ -239,8 +239,8 @@ class Boundary:
         if len(windows) == MAX_IDLE_WINDOWS:
             self._idle[optimizer] = None
             logger.warning(
-                "%s was to step in %d windows and has never had a gradient, so nothing of it "
-                "trains. Its first parameter is %s. Make it from the parameters of the model that "
+                "%s was due to step in %d windows and has never had a gradient, so it trains "
+                "nothing. Its first parameter is %s. Make it from the parameters of the model that "
                 "computes the loss, after that was wrapped or moved, and unfreeze them. (Logged "
                 "once.)",
                 type(optimizer).__name__,

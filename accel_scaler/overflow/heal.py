@@ -75,7 +75,7 @@ class Healer:
             self.window_was_fine()
         else:
             self._hopeless.add(origin.module)
-            logger.warning("heal: %s. (Of the %s. Logged once.)", why, origin.short)
+            logger.warning("heal: %s. (For the %s. Logged once.)", why, origin.short)
         return tuple(names)
 
     def _search(

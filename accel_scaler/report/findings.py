@@ -25,7 +25,7 @@ def clipping(run: Run) -> Finding | None:
         "note",
         f"The gradient norm was above the clipping threshold in {percent(run.clipped, run.limited)}"
         f" of the windows (mean {mean}, threshold {number(limits[-1])}).",
-        "Every such step has the same length; for many language models that is meant.",
+        "All such steps are clipped to the same norm; for many language models that is intended.",
     )
 
 
@@ -38,14 +38,14 @@ def waiting(run: Run) -> Finding | None:
         return Finding(
             "good",
             f"{text} behind the training thread's own work.",
-            "How much faster than sync that is only windows in sync show: those of another run, or "
-            'of step_mode="auto".',
+            "To see how much faster than sync this is, compare with windows in sync, of another "
+            'run or of step_mode="auto".',
         )
     return Finding(
         "warn",
         f"Only {text}: the training thread waited {run.waited_us / 1e6:.3g} s in all.",
         "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or go back: "
-        f"{as_set(run, 'step_mode', 'sync')}. There is too little to run beside.",
+        f"{as_set(run, 'step_mode', 'sync')}. There is too little work to hide it behind.",
     )
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a few windows on this device, attached and in plain torch, and compare them bit for "
         "bit; then time how much of the optimizer's work each step mode hides. On an idle machine "
-        "it takes less than a minute, and no network. The exit status is 1 if a row fails."
+        "it takes less than a minute; it needs no network. The exit status is 1 if a row fails."
     )
     size = "parameters of the model to which the times are scaled (default: 350M)"
     parser.add_argument("--parameters", metavar="N", default="350M", help=size)

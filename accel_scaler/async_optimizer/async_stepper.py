@@ -363,9 +363,9 @@ class AsyncStepper(Stepper):
     def step_idle(self) -> None:
         if self._hooks("pre") or self._hooks("post"):
             self.claim()
-            self._step(DeferredUnscale())
+            self._step(DeferredUnscale(), is_idle=True)
 
-    def _step(self, deferred: DeferredUnscale) -> None:
+    def _step(self, deferred: DeferredUnscale, is_idle: bool = False) -> None:
         if self.is_as_stock:
             self._finish_for_boundary(follows=False)
             self._inline.step(deferred)
@@ -380,7 +380,7 @@ class AsyncStepper(Stepper):
         if any(grad is not None for grad in grads):
             with self.lock:
                 self._hand_over(grads, deferred, None)
-        elif self.delayed is not None:  # at this boundary the update before is due
+        elif self.delayed is not None and not is_idle:  # here the update before is due
             self.synchronize()
         self._run_hooks("post")
 

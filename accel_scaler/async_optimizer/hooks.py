@@ -62,8 +62,11 @@ class SyncHooks:
             add = self._handles.append
             add(optimizer.register_state_dict_pre_hook(self._before_saving))
             add(optimizer.register_state_dict_post_hook(self._after_saving))
-            add(optimizer.register_load_state_dict_pre_hook(self._before_loading))
-            add(optimizer.register_load_state_dict_post_hook(self._after_loading))
+            self._loads = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+            add(self._loads)
+            # Before the user's, which see the state.
+            after = self._after_loading
+            add(optimizer.register_load_state_dict_post_hook(after, prepend=True))
         except BaseException:
             self.close()
             raise
@@ -115,6 +118,10 @@ class SyncHooks:
     # On the optimizer.
 
     def _before_saving(self, optimizer: Optimizer) -> None:
+        own = set(map(id, parameters_of(optimizer)))
+        for key in [k for k, entry in optimizer.state.items() if is_empty(entry)]:
+            if isinstance(key, Tensor) and id(key) not in own:
+                del optimizer.state[key]  # made for sharing, and its parameter is gone
         self.stepper.synchronize()
         self.stepper.refresh()  # a model that was loaded after its masters
         self.stepper.follow_unseen_edits()
@@ -145,8 +152,15 @@ class SyncHooks:
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         stepper = self.stepper
-        stepper.begin_loading(state_dict)
         is_ours = stepper.replica.masters.every or stepper.keeps_scaled
+        hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        if is_ours and next(reversed(hooks)) != self._loads.id:
+            raise UnsupportedError(
+                "load_state_dict: a pre-hook was registered after prepare() or AsyncOptimizer(), "
+                "and would not see the state, which goes into float32 masters. Register it "
+                "before, or change the state dict before it is loaded."
+            )
+        stepper.begin_loading(state_dict)
         if is_ours:
             state_dict = {**state_dict, "state": stepper.replica.apart(state_dict["state"])}
         self._loading = state_dict

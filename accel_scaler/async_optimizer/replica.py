@@ -317,8 +317,10 @@ class Replica:
         held = [state, *state, *state.values(), *_values_of(state)]
         is_shared = fits and shared is not None and shared.is_current(held)
         if not is_shared or not self._has_all_state:
-            for p, grad in zip(self.params, grads, strict=False):
-                if grad is not None and p not in state:
+            stepped = [p for p, g in zip(self.params, grads, strict=False) if g is not None]
+            new = {id(p) for p in stepped if p not in state}
+            for p in parameters_of(self.optimizer) if new else ():  # torch's order
+                if id(p) in new:
                     state[p] = {}
                     is_shared = False
         if is_shared:

@@ -96,6 +96,15 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "torch refuses to unscale their gradients. Leave master_weights at 'auto', or load "
             "the model in bfloat16 or float32."
         )
+    entries = [optimizer.state.get(p, {}) for p in through if p.dtype is torch.float16]
+    values = [v for entry in entries for key, v in entry.items() if key != "momentum_buffer"]
+    if any(getattr(value, "dtype", None) is torch.float16 for value in values):
+        raise UnsupportedError(
+            f"{name} has state in float16, expected float32 for float16 parameters: second moments "
+            "below 3e-8 are 0 in it, so updates would be too large. load_state_dict() of a torch "
+            "optimizer casts to it, and so does detach(). Load the state after prepare(), or into "
+            "the AsyncOptimizer; or begin it anew, optimizer.state.clear()."
+        )
     if any(p.dtype in LOW_PRECISION and hasattr(p, "to_local") for p in through):
         raise UnsupportedError(
             f"{name} has float16 or bfloat16 parameters that are sharded; their float32 masters "

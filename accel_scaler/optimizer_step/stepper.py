@@ -171,7 +171,7 @@ class InlineStepper(Stepper):
             self._held = None  # Ctrl-C may come before they are made
             with torch.inference_mode(False):
                 self._runs = list(self._make_runs(optimizer, rule))
-            steps = [entry.get("step") for entry in optimizer.state.values()]
+            steps = [entry.get("step") for entry in _entries_of(optimizer)]
             self._held = Held(_held_by(optimizer), steps)
         grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
         runs = list(zip(self._runs, grads, strict=True))
@@ -198,8 +198,13 @@ class InlineStepper(Stepper):
 def _held_by(optimizer: Optimizer) -> list[Any]:
     """Its parameters, a None behind those of each group, whose state it has, and all in it."""
     params = chain.from_iterable((*group["params"], None) for group in optimizer.param_groups)
-    values = chain.from_iterable(map(dict.values, optimizer.state.values()))
+    values = chain.from_iterable(map(dict.values, _entries_of(optimizer)))
     return [optimizer.state, *optimizer.state, *params, *values]
+
+
+def _entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Its state's, without what a script has put there under a key of its own."""
+    return [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
 
 
 def _lay_out(optimizer: Optimizer, rule: FusedRule) -> Iterator[Placed]:

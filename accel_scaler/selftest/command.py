@@ -96,7 +96,8 @@ def _end(found: list[Result], path: str | None) -> None:
         say("\n" + MODE.format("", "window", "wait", "device", "host", "wait", "line for the"))
         say(MODE.format("mode", "ms", "ms", "B/param", "B/param", "hidden", "config file"))
     for each in estimates:
-        numbers = [f"{each[key]:.1f}" for key in NUMBERS]
+        # Less than nothing: others have taken the cores meanwhile.
+        numbers = ["?" if each[key] < 0 else f"{each[key]:.1f}" for key in NUMBERS]
         share = each["hidden"]
         hidden = "?" if share is None else f"{min(share, 1):.0%}" if share > 0 else "nothing"
         say(MODE.format(each["mode"], *numbers, hidden, each["paste"]))

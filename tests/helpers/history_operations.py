@@ -911,6 +911,10 @@ class Player:
             return False
         if self.low and not any(map(plain.has_master, plain.net.parameters())):
             return False
+        stepped = [p for each in self.ours.optimizers for p in each.optimizer.state]
+        is_cast = any(p.dtype is torch.float16 for p in stepped)
+        if is_cast and not self.setup.optimizer.startswith("sgd"):
+            return False  # what closing has cast to float16 is refused
         changed = self.setup
         if mode is not None and not plain.is_tied and not self.setup.tied:
             changed = replace(changed, mode=mode, offload=offload, compensation=compensation)

@@ -153,7 +153,10 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "torch.amp.grad_scaler": ("_refresh_per_optimizer_state",),
         "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
         "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
-        scheduled: ("_opt_called", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        scheduled: (
+            *("_opt_called", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+            "_optimizer_load_state_dict_pre_hooks",
+        ),
         scheduled_step: ("_wrapped_by_lr_sched",),
         fused_adam: ("_step_supports_amp_scaling",),
         fsdp_state: ("_states_to_forward_prefetch",),

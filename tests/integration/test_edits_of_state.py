@@ -13,6 +13,8 @@ from support import same
 from telemetry_runs import attached
 from torch import nn
 
+from accel_scaler import UnsupportedError
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOWS, WITHOUT_GRADIENTS = 8, 4
@@ -96,6 +98,17 @@ def group_is_removed(optimizer: Any, kept: dict[str, Any], window: int) -> None:
         optimizer.state.pop(p, None)
 
 
+def group_is_removed_alone(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    if window == 3:
+        optimizer.param_groups.pop()
+
+
+def note_is_kept(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    """torch saves what is under keys that are no parameters, too."""
+    if window == 3:
+        optimizer.state["note"] = 3
+
+
 def nothing(optimizer: Any, kept: dict[str, Any], window: int) -> None:
     """No event."""
 
@@ -110,11 +123,120 @@ def nothing(optimizer: Any, kept: dict[str, Any], window: int) -> None:
         counts_are_reset,
         averages_are_reset,
         group_is_removed,
+        note_is_kept,
     ],
 )
 def test_state_dicts_are_what_they_are_in_torch(event: Event, mode: str, made: Any) -> None:
     found, expected = both(mode, made, event)
     assert same(found, expected)
+
+
+def without_state(model: Any) -> torch.optim.Optimizer:
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_without_state_is_saved_after_a_group_was_removed(mode: str) -> None:
+    found, expected = both(mode, without_state, group_is_removed_alone)
+    assert same(found, expected)
+
+
+def decay_apart(model: Any) -> torch.optim.Optimizer:
+    groups = [{"params": [layer.weight for layer in model]}]
+    groups += [{"params": [layer.bias for layer in model], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_is_in_the_order_of_torch(mode: str) -> None:
+    found, expected = both(mode, decay_apart, nothing)
+    assert list(found[1]["state"]) == list(expected[1]["state"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_before_loading_sees_what_it_sees_in_torch(mode: str) -> None:
+    """torch's documentation maps states by name so: here each layer gets its neighbour's."""
+
+    def swaps(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "state": {k ^ 2: entry for k, entry in state_dict["state"].items()}}
+
+    def event(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+        if window == 1:
+            inner = getattr(optimizer, "optimizer", optimizer)
+            inner.register_load_state_dict_pre_hook(swaps)
+        if window == 4:
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+    found, expected = both(mode, adamw, event)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_hook_after_loading_sees_the_state(offload: str) -> None:
+    def clears(optimizer: Any) -> None:
+        for entry in optimizer.state.values():
+            entry["exp_avg"].zero_()
+
+    def run(model: Any, optimizer: Any, backward: Any) -> Any:
+        def event(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+            if window == 4:
+                optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+        return train(model, optimizer, event, backward, skips=-1)[0]
+
+    plain = model_of()
+    reference = adamw(plain)
+    reference.register_load_state_dict_post_hook(clears)
+    expected = run(plain, reference, torch.Tensor.backward)
+    settings = {"step_mode": "overlap", "offload": offload}
+    with attached(precision="no", **settings) as accelerator:
+        ours = model_of()
+        inner = adamw(ours)
+        inner.register_load_state_dict_post_hook(clears)
+        model, optimizer = accelerator.prepare(ours, inner)
+        assert same(run(model, optimizer, accelerator.backward), expected)
+
+
+def test_a_hook_that_would_not_see_the_state_is_refused_before_it_is_loaded() -> None:
+    with attached(step_mode="sync", offload="cpu", precision="no") as accelerator:
+        ours = model_of()
+        inner = adamw(ours)
+        model, optimizer = accelerator.prepare(ours, inner)
+        train(model, optimizer, nothing, accelerator.backward, skips=-1)
+        saved = deepcopy(optimizer.state_dict())
+        handle = inner.register_load_state_dict_pre_hook(lambda *_: None)
+        with pytest.raises(UnsupportedError, match="Register it before"):
+            optimizer.load_state_dict(deepcopy(saved))
+        assert same(optimizer.state_dict(), saved)
+        handle.remove()
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_hook_that_does_nothing_moves_nothing_in_delayed(is_late: bool) -> None:
+    """In a window without gradients, either."""
+
+    def losses(hook: Any) -> list[float]:
+        compensation = "none" if is_late else "preview"
+        with attached(
+            step_mode="delayed", delay_compensation=compensation, precision="no"
+        ) as accelerator:
+            ours = model_of()
+            inner = adamw(ours)
+            if hook is not None:
+                inner.register_step_post_hook(hook)
+            model, optimizer = accelerator.prepare(ours, inner)
+            found = []
+
+            def backward(loss: torch.Tensor) -> None:
+                found.append(loss.item())
+                accelerator.backward(loss)
+
+            train(model, optimizer, nothing, backward, skips=WITHOUT_GRADIENTS)
+            return found
+
+    assert losses(lambda *_: None) == losses(None)
 
 
 def decays(optimizer: Any, *_: Any) -> None:

@@ -6,6 +6,7 @@ Freezing, ties and edits are among the operations of the random histories.
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from attached import cpu
 from support import same
 from torch import Tensor, nn
 
-from accel_scaler import UnsupportedError, attach, detach
+from accel_scaler import AsyncOptimizer, UnsupportedError, attach, detach
 
 STEPS = 8
 WAYS = [
@@ -222,3 +223,69 @@ def test_a_model_that_is_loaded_through_data_behind_its_masters_is_stepped(way: 
     optimizer.step()
     assert optimizer.state_dict()["state"][1]["master"][31, 7] == pytest.approx(5.0, abs=0.1)
     detach(accelerator)
+
+
+def adamw(model: Squares) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups_of(model), lr=1e-3)
+
+
+def steps(accelerator: Any, model: Any, optimizer: Any, some: range) -> None:
+    for step in some:
+        accelerator.backward(1e-3 * model(step))  # second moments that float16 cannot hold
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loads_first(accelerator: Any, optimizer: Any, model: Any, saved: Any) -> None:
+    """As a resume in plain torch: into the torch optimizer, which casts."""
+    inner = adamw(model)
+    inner.load_state_dict(saved)
+    attach(cpu()).prepare(model, inner)
+
+
+def attaches_again(accelerator: Any, optimizer: Any, model: Any, saved: Any) -> None:
+    detach(accelerator)
+    attach(accelerator)
+
+
+def wraps_again(accelerator: Any, optimizer: Any, model: Any, saved: Any) -> None:
+    detach(accelerator)
+    AsyncOptimizer(optimizer.optimizer, model)
+
+
+@pytest.mark.parametrize("again", [loads_first, attaches_again, wraps_again])
+@pytest.mark.parametrize("way", WAYS)
+def test_state_that_was_cast_to_float16_is_refused(way: dict[str, Any], again: Any) -> None:
+    """Adam divides by the root of second moments, most of which are 0 in float16."""
+    accelerator = attach(cpu(), init_scale=8.0, **way)
+    model = Squares(HALF)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    steps(accelerator, model, optimizer, range(3))
+    moments = [entry["exp_avg_sq"] for entry in optimizer.state_dict()["state"].values()]
+    assert any((each > 0).any() and not each.half().any() for each in moments)
+    saved, before = deepcopy(optimizer.state_dict()), deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedError, match=r"Load the state after prepare\(\)"):
+        again(accelerator, optimizer, model, saved)
+    assert same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_that_is_loaded_after_prepare_goes_on_as_it_was(way: dict[str, Any]) -> None:
+    """What the refusal names as the way out."""
+
+    def run(is_resumed: bool) -> Any:
+        accelerator = attach(cpu(), init_scale=8.0, **way)
+        model = Squares(HALF)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        steps(accelerator, model, optimizer, range(3))
+        if is_resumed:
+            saved = deepcopy(optimizer.state_dict())
+            accelerator = attach(cpu(), init_scale=8.0, **way)
+            other = Squares(HALF)
+            other.load_state_dict(model.state_dict())
+            model, optimizer = accelerator.prepare(other, adamw(other))
+            optimizer.load_state_dict(saved)
+        steps(accelerator, model, optimizer, range(3, STEPS))
+        return model.state_dict(), optimizer.state_dict()
+
+    assert same(run(is_resumed=True), run(is_resumed=False))

@@ -52,7 +52,7 @@ SCALER = (
     "replace raised AssertionError",
 )
 KINDS: dict[str, tuple[Kind, int, tuple[str, ...]]] = {
-    "training": (history_operations.KIND, 200, TRAINING),
+    "training": (history_operations.KIND, 220, TRAINING),
     "scaler": (history_scaler.KIND, 800, SCALER),
 }
 

@@ -143,6 +143,8 @@ class AsyncStepper(Stepper):
         self.parameter_names = parameter_names or ParameterNames()
         refuse_overlap(optimizer, masters, self.parameter_names)
         self.choice = ModeChoice() if mode == "auto" else None
+        self._chosen_by: tuple[float, float] | None = None
+        """Times of a choice that no record has yet."""
         self.is_beside = mode not in ("sync", "auto")
         """Whether the update of the present window runs beside what comes after ``step()``."""
         self.reads_beside = mode != "sync"
@@ -426,8 +428,11 @@ class AsyncStepper(Stepper):
         mode = self.shown_mode
         is_decided = not is_joined and choice.note(clock(), stepped, self._agree)
         yield
+        if is_decided:
+            self._chosen_by = choice.means
         if self.timing is not None and self.timing is not timing:
             self.timing.step_mode = mode
+            self.timing.mode_seconds, self._chosen_by = self._chosen_by, None
         # Not within a window, nor after an error: what is deferred was left to this mode's step.
         self.is_beside = choice.is_beside and not is_joined
         self.reads_beside |= self.is_beside

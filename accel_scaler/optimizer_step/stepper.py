@@ -40,6 +40,8 @@ class StepTiming:
     """``(start, length)`` of each wait."""
     step_mode: str | None = None
     """How it ran, ``"sync"`` or ``"overlap"``, where ``"auto"`` chose it; else None."""
+    mode_seconds: tuple[float, float] | None = None
+    """Seconds a step in ``sync`` and in ``overlap``, where ``"auto"`` has just chosen by them."""
 
 
 class Stepper(ABC):

@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from statistics import median
 
 from ..console import percent, plain
 from ..telemetry import Diagnosis, Noted, Record, Start, headroom
 from .samples import Bins, Mean, NormColumns
 
 MAX_NOTED = 50
-
-TIMED = 32
-"""Windows of one mode that are compared with as many of the other: later ones may be of another
-kind."""
 
 
 class Run(Diagnosis):
@@ -31,10 +26,10 @@ class Run(Diagnosis):
         self.limited = self.clipped = 0
         """Windows that were clipped by norm; those of them whose norm was above the threshold."""
         self.updates = self.optimizer_us = self.waited_us = 0
-        self.by_mode: dict[str, list[float]] = {}
-        """With ``step_mode="auto"``: seconds of the first windows of each mode."""
         self.modes: Counter[str] = Counter()
-        self._mode: str | None = None
+        """With ``step_mode="auto"``: how many windows ran in each mode."""
+        self.mode_seconds: tuple[float, float] | None = None
+        """Seconds a window in ``sync`` and in ``overlap``, at its last choice."""
         self.noted: dict[str, Mean] = {}
         """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
         self.least_room: tuple[float, int] | None = None
@@ -74,10 +69,7 @@ class Run(Diagnosis):
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
         if record.step_mode is not None:
             self.modes[record.step_mode] += 1
-            times = self.by_mode.setdefault(record.step_mode, [])
-            if seconds is not None and self._mode == record.step_mode and len(times) < TIMED:
-                times.append(seconds)
-        self._mode = record.step_mode
+        self.mode_seconds = record.mode_seconds or self.mode_seconds
 
     def note(self, found: Noted) -> None:
         """Add numbers that belong to no window."""
@@ -99,15 +91,13 @@ class Run(Diagnosis):
 
     @property
     def gain(self) -> tuple[str, str, str] | None:
-        """Where ``step_mode="auto"`` has had both modes: ``"overlap faster than sync by"``, or
-        slower; ``"33 %"``; and the medians of the first windows of each, with their numbers."""
-        overlap, sync = (self.by_mode.get(mode) or [0.0] for mode in ("overlap", "sync"))
-        there, here = median(overlap), median(sync)
-        if not (there and here):
+        """Where ``step_mode="auto"`` has chosen: ``"overlap faster than sync by"``, or slower;
+        ``"33 %"``; and the times by which it chose."""
+        here, there = self.mode_seconds or (0.0, 0.0)
+        if not here:
             return None
         which = "faster" if there <= here else "slower"
-        times = f"{there * 1e3:.3g} ms a window (median of {len(overlap)}), in sync "
-        times += f"{here * 1e3:.3g} ms (of {len(sync)})"
+        times = f"{there * 1e3:.4g} ms a window, in sync {here * 1e3:.4g} ms, when auto chose"
         return f"overlap {which} than sync by", percent(abs(here - there), here), times
 
     @property

@@ -118,8 +118,9 @@ class Recorder(Observer):
         if self._open is not None and self._open.record.index != index:
             self._close_window()
         before = None if self._open is None else self._open.record
-        mode = None if before is None else before.step_mode
-        mode = mode if timing is None else timing.step_mode
+        mode, seconds = (before.step_mode, before.mode_seconds) if before else (None, None)
+        if timing is not None:
+            mode, seconds = timing.step_mode, timing.mode_seconds or seconds
         record = Record(
             index=index,
             scale=before_close.scale,
@@ -142,6 +143,7 @@ class Recorder(Observer):
             first=None if window.origin is None else window.origin.as_json(),
             loss_nonfinite=losses.bad() if found_inf else 0,
             step_mode=mode,
+            mode_seconds=seconds,
             **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
         if self._open is None:

@@ -85,8 +85,12 @@ def test_numbers_are_those_of_sync_and_the_choice_is_told(
     names = ["overlap" if mode else "sync" for mode in clock.modes]
     recorded = [line.get("step_mode") for line in windows_of(path)]
     assert recorded == [None if n == SKIPPED else name for n, name in enumerate(names)]
+    (by,) = [line["mode_seconds"] for line in windows_of(path) if "mode_seconds" in line]
+    assert by == pytest.approx([1.0, beside])
     finding = chosen_mode(read_run(str(path)))
     assert finding is not None
+    faster = "faster" if beside < 1 else "slower"
+    assert f"overlap {faster} than sync by {abs(beside - 1):.0%}".replace("%", " %") in finding.title
     ran = recorded.count("overlap")
     assert f"{ran} of {WINDOWS - 1} windows ran in overlap" in finding.title
 

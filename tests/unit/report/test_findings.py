@@ -170,18 +170,18 @@ def test_waiting_in_overlap_mode_is_measured(waited: int, level: str, tmp_path: 
 )
 def test_what_auto_chose_is_told_with_both_times(overlap: float, gain: str, tmp_path: Path) -> None:
     modes = ["sync"] * 5 + ["overlap"] * 4 + [None] + ["sync"] * 2 + ["overlap"] * 60
-    times, now = [], 0.0
-    for before, mode in zip([None, *modes], modes, strict=False):
-        # What follows a step of one mode is of that mode; a minute's pause changes no median.
-        now += {None: 9.0, "sync": 0.3, "overlap": overlap}[before] + 60.0 * (len(times) == 7)
-        times.append({"time": now} | ({} if mode is None else {"step_mode": mode}))
     lines = [t.start(settings={"step_mode": "auto"})]
-    lines += [t.window(step, **each) for step, each in enumerate(times)]
+    lines += [
+        t.window(step, **({} if mode is None else {"step_mode": mode}))
+        for step, mode in enumerate(modes)
+    ]
+    lines[5] |= {"mode_seconds": [9.0, 8.0]}  # the last choice counts
+    lines[12] |= {"mode_seconds": [0.3, overlap]}
     run = read(tmp_path, lines)
     finding = chosen_mode(run)
     assert finding is not None
     assert (finding.level, finding.title.count("64 of 71 windows")) == ("note", 1)
-    times = f"{overlap * 1e3:g} ms a window (median of 32), in sync 300 ms (of 5)"
+    times = f"{overlap * 1e3:g} ms a window, in sync 300 ms, when auto chose"
     assert finding.title.endswith(f"; overlap {gain}: {times}.")
     tile = key_numbers(run)[5]
     assert (f"{tile.name} {tile.value}", tile.more) == (f"overlap {gain}", times)

@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
             changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
-            what += f"; mixed_precision={precision!r}, unless the script names another"
+            what += f"; mixed_precision={precision!r}. What the script sets itself takes precedence"
             print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
         with _environment(config.to_env(sources), _set_in(sources), ours.no_attach):
             return _run(args)

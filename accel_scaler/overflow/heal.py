@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch.nn import Module
 
-from ..errors import UnsupportedError
-from ..scaling import Origin
+from ..errors import UnsupportedError, listed
+from ..scaling import MAX_NAMES, Origin, find_nonfinite
 from .fp32_modules import Fp32Module, Fp32Modules
 from .module_names import modules_by_name
 
@@ -75,6 +75,13 @@ class Healer:
             self.window_was_fine()
         else:
             self._hopeless.add(origin.module)
+            named = [each for model in models for each in Module.named_parameters(model)]
+            bad = [named[i][0] for i in find_nonfinite([p.detach() for _, p in named])]
+            if bad:
+                why = (
+                    f"{listed(bad[:MAX_NAMES], len(bad))} hold inf or NaN themselves, which no "
+                    "setting cures. Load the model in bfloat16 or float32, or an earlier checkpoint"
+                )
             logger.warning("heal: %s. (For the %s. Logged once.)", why, origin.short)
         return tuple(names)
 

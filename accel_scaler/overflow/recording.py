@@ -375,20 +375,20 @@ class WindowRecording(ForwardListener):
         return {key for key, norm in self.held.items() if float(norm) != 0.0}
 
     def passing(self, changes_model: bool = False) -> set[Source] | None:
-        """Outputs whose gradients another recorded forward makes again, for they all came through
-        that one. None: some gradient that came to another output cannot be used. Synchronises.
+        """Outputs whose gradients the backward makes again, for they all came through recorded
+        forwards: another one, or its own (an encoder's output, which the decoder inside used, too).
+        None: some gradient that came to another output cannot be used. Synchronises.
 
         Args:
             changes_model: only what came to a loss is of use, as outputs will be others.
         """
-        inner = {each.source for call in self.used for each in call.inputs if each.source}
         found: set[Source] = set()
         for call in self.used:
             for number, grad in call.grads.items():
                 is_finite = bool(local(grad.tensor).isfinite().all())
                 if is_finite and not changes_model:
                     continue
-                if (call, number) in inner - self._outside:
+                if (call, number) not in self._outside:
                     found.add((call, number))
                 elif grad.tensor.numel() != 1 or not is_finite:
                     return None

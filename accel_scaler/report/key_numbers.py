@@ -77,7 +77,9 @@ def _noted(name: str, mean: Mean) -> KeyNumber:
 
     def text(value: float) -> str:
         if name.endswith("_bytes"):
-            return f"{value / 1e9:.3g} GB" if value >= 1e9 else f"{value / 1e6:.3g} MB"
+            large = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
+            unit, size = large if value >= 1e6 else ("kB", 1e3)
+            return f"{value / size:.3g} {unit}"
         return f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
 
     low, high = text(mean.low), text(mean.high)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -194,4 +195,4 @@ def attempt(name: str, function: Callable[[str], Result]) -> Result:
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")

@@ -130,10 +130,10 @@ def _cause(run: Diagnosis, before: int) -> str:
     names = in_float32(run)
     is_named = any(fnmatchcase(module, each) for name in names for each in (name, f"{name}.*"))
     by_name = "" if is_named else as_set(run, "fp32_modules", [*names, module])
-    if run.settings.get("heal"):
+    if run.settings.get("heal"):  # it has tried them by name
         helps = "heal has found no cure, as the log says. Train in bfloat16 or float32"
-    else:
-        helps = f"Next: {next_run(run, 'heal', True)}, which {KEEPS}"
+        return f"{where} {helps}.{rate}"
+    helps = f"Next: {next_run(run, 'heal', True)}, which {KEEPS}"
     return f"{where} {helps}{'; or, by name, ' * bool(by_name)}{by_name}.{rate}"
 
 

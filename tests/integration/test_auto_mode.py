@@ -90,7 +90,7 @@ def test_numbers_are_those_of_sync_and_the_choice_is_told(
     finding = chosen_mode(read_run(str(path)))
     assert finding is not None
     faster = "faster" if beside < 1 else "slower"
-    assert f"overlap {faster} than sync by {abs(beside - 1):.0%}".replace("%", " %") in finding.title
+    assert f"overlap {faster} than sync by {100 * abs(beside - 1):.0f} %" in finding.title
     ran = recorded.count("overlap")
     assert f"{ran} of {WINDOWS - 1} windows ran in overlap" in finding.title
 

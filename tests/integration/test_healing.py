@@ -119,6 +119,23 @@ def test_a_healed_run_equals_one_with_the_module_in_float32(
     assert_same(healed, named)
 
 
+class Encoded(Net):
+    """Returns in float32 what the rest of it has used, too, as T5 and BART do."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        encoded = self.before(x).float()
+        out = self.after(self.drop(self.sick(encoded)))
+        return {"loss": (out.float() - 1).square().mean() / 8, "encoded": encoded}
+
+
+@MODES
+def test_a_model_that_returns_what_it_has_used_itself(mode: dict[str, Any]) -> None:
+    healed, records = train(Encoded(), heal=True, growth_interval=99, **mode)
+    assert [r.skipped for r in records] == [False] * 8
+    named, _ = train(Encoded(), fp32_modules=["sick"], growth_interval=99, **mode)
+    assert_same(healed, named)
+
+
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> None:
     """First the module is put on float32, then the scale is lowered: by the same window, or with
@@ -191,8 +208,21 @@ def half_of_it() -> Net:
     return net
 
 
+def beyond_float16() -> Net:
+    """As a checkpoint in another dtype, cast by ``half()``."""
+    net = Net()
+    with torch.no_grad():
+        net.sick.weight[0, 0] = 1e6
+    return net.half()
+
+
 @pytest.mark.parametrize(
-    ("make", "why"), [(lambda: Net(Own), "no module in float32 cures it"), (half_of_it, "50%")]
+    ("make", "why"),
+    [
+        (lambda: Net(Own), "no module in float32 cures it"),
+        (half_of_it, "50%"),
+        (beyond_float16, "sick.weight hold inf or NaN themselves"),
+    ],
 )
 def test_nothing_is_healed_where_nothing_helps_or_it_would_be_too_much(
     make: Any, why: str, caplog: pytest.LogCaptureFixture

@@ -162,6 +162,34 @@ def test_without_a_clip_and_with_gradients_that_are_zeroed(
     assert_no_window_is_lost(backwards=twice, windows=2, clip=clip, to_none=to_none)
 
 
+class EncoderDecoder(Net):
+    """Returns in float32 what the rest of it has used, too, as T5 and BART do."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        encoded = self.second(self.first(x)).float()
+        return {"loss": (self.last(encoded).float() - y).square().mean() * 8, "encoded": encoded}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_returns_what_it_has_used_itself(mode: str) -> None:
+    assert_no_window_is_lost(make=EncoderDecoder, accumulation=2, **MODES[mode])
+
+
+def test_a_gradient_that_the_script_has_added_there_is_not_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once that overflows it is not known apart from the model's own: the window is skipped."""
+    with attached(None, init_scale=2.0**24, on_overflow="retry") as accelerator:
+        model = accelerator.prepare(EncoderDecoder())
+        optimizer = accelerator.prepare(sgd(model.parameters()))
+        out = model(*rows(0))
+        accelerator.backward(out["loss"] + out["encoded"].square().mean())
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert [r.retries for r in accelerator.scaler_history.records] == [0]
+    assert "the gradient of an output was not finite" in caplog.text
+
+
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()

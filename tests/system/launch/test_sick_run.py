@@ -80,10 +80,10 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     assert command is not None
 
     facts, lines = run(tmp_path, *shlex.split(command[1]))
-    assert facts["skips"] == 1
+    assert facts["skips"] == 0, "the window is made again"
     assert sum("micro-batch 0: input in [" in line for line in lines) == 1, "where: said once"
     (text,) = verdicts(lines)
-    assert text.startswith(f"Trained: {WINDOWS} windows, 1 skipped")
+    assert text.startswith(f"Trained: {WINDOWS} windows, none skipped")
     found = re.search(r"From the start: (--fp32_modules \S+)\.$", text)
     assert found is not None
 
@@ -92,7 +92,8 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     facts, lines = run(tmp_path, *flags)
     assert (facts["skips"], verdicts(lines)) == (0, [])
     expected = by_hand()
-    assert facts["losses"] == pytest.approx(expected, rel=1e-3)
+    # Processors round float16 products each in their way; after 12 steps that is seen.
+    assert facts["losses"] == pytest.approx(expected, rel=1e-2)
     assert expected[-1] < expected[0] / 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
-from ..scaling import has_ranks
+from ..scaling import pause_before_the_end
 from ..telemetry import History
 from .attachment import Attachment, requested, resolved
 from .autocast import add_autocast, add_emulation
@@ -224,10 +223,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         if self._attachment is not None:
             self._attachment.synchronize()
             self._attachment.recorder.flush()
-            if has_ranks():
-                # torch joins Gloo's threads while it holds Python's lock, which they need to drop
-                # what the last window has gathered. On a busy machine they are late.
-                time.sleep(0.1)
+            pause_before_the_end()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from .collectives import (
     agree_on_overflow as agree_on_overflow,
     gather_objects as gather_objects,
     has_ranks as has_ranks,
+    pause_before_the_end as pause_before_the_end,
     is_sharded as is_sharded,
     is_rank_0 as is_rank_0,
     of_rank_0 as of_rank_0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -22,6 +23,14 @@ def is_sharded(parameters: Iterable[Any]) -> bool:
 def has_ranks() -> bool:
     """Whether there are other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def pause_before_the_end() -> None:
+    """Let Gloo's threads drop what was gathered last, which on a busy machine they do late. They
+    need Python's lock for that: torch joins them while it holds it, and hangs; and a thread that
+    asks for it when Python has ended ends the process with SIGABRT."""
+    if has_ranks():
+        time.sleep(0.1)
 
 
 @torch.no_grad()

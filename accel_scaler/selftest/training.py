@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..config import ScalerConfig
 from ..errors import AccelScalerError
 from ..integrations import attach, detach
-from ..scaling import GradScaler
+from ..scaling import GradScaler, pause_before_the_end
 
 WINDOWS, MICRO_BATCHES, OVERFLOW = 6, 2, 4
 SCALE: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
@@ -65,6 +65,7 @@ def joined() -> Iterator[PartialState]:
     try:
         yield state
     finally:
+        pause_before_the_end()
         state.destroy_process_group()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()

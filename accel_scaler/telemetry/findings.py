@@ -127,12 +127,12 @@ def _cause(run: Diagnosis, before: int) -> str:
         helps = "Compute it in float32, and look at" if run.is_scaled else "Look at"
         data = "its input" if module else "the data of these batches"
         return f"{where} {helps} {data}.{rate}"
-    names = in_float32(run)
-    is_named = any(fnmatchcase(module, each) for name in names for each in (name, f"{name}.*"))
-    by_name = "" if is_named else as_set(run, "fp32_modules", [*names, module])
     if run.settings.get("heal"):  # it has tried them by name
         helps = "heal has found no cure, as the log says. Train in bfloat16 or float32"
         return f"{where} {helps}.{rate}"
+    names = in_float32(run)
+    is_named = any(fnmatchcase(module, each) for name in names for each in (name, f"{name}.*"))
+    by_name = "" if is_named else as_set(run, "fp32_modules", [*names, module])
     helps = f"Next: {next_run(run, 'heal', True)}, which {KEEPS}"
     return f"{where} {helps}{'; or, by name, ' * bool(by_name)}{by_name}.{rate}"
 

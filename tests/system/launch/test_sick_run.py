@@ -92,7 +92,8 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     facts, lines = run(tmp_path, *flags)
     assert (facts["skips"], verdicts(lines)) == (0, [])
     expected = by_hand()
-    # Processors round float16 products each in their way; after 12 steps that is seen.
+    # Processors round float16 products each in their way; in the last steps that is seen.
+    assert facts["losses"][:8] == pytest.approx(expected[:8], rel=1e-3)
     assert facts["losses"] == pytest.approx(expected, rel=1e-2)
     assert expected[-1] < expected[0] / 3
 

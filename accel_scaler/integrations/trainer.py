@@ -58,6 +58,11 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
             finally:
                 self._attachment.recorder.flush()
 
+    def _has_mixed_mesh_grads(self, model: Any) -> bool:
+        """False: the Trainer asks the accelerator for each clip and norm, which takes DTensors of
+        any meshes. It would else clip gradients that are still scaled by itself."""
+        return False
+
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; where a window may be made again, it is what runs again."""
         explainer = None if self._attachment is None else self._attachment.explainer

@@ -120,7 +120,7 @@ class AsyncOptimizer(Optimizer):
                 found = boundary_of(scaler)
                 self._boundary = found or Boundary(scaler, device, skip_nonfinite=False)
                 self._boundary.add(self, config.fold_unscale)
-                scaler.sharded = scaler.sharded or config.sharded
+                scaler.ranks.sharded = scaler.ranks.sharded or config.sharded
         except BaseException:
             self.close()
             raise

@@ -189,7 +189,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
             return boundary.clipping.norm_so_far(parameters, norm_type)
-        if self.distributed_type != DistributedType.FSDP:
+        if self.distributed_type != DistributedType.FSDP or self.is_fsdp2:
             return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
         if boundary.unscale(owner for owner, _ in boundary.check.owners(parameters)):
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)

@@ -25,7 +25,7 @@ from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
-from ..scaling import GradScaler, gather_objects, has_ranks, is_sharded
+from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
 from .autocast import add_autocast, remove_autocast, remove_emulation
 from .cpu_float16 import emulate_float16
@@ -88,7 +88,7 @@ class Attachment:
             begun = {"_growth_tracker": state["_growth_tracker"]}
             self.scaler.load_state_dict(self.scaler.state_dict() | begun)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-        self.scaler.sharded = config.sharded or is_fsdp
+        self.scaler.ranks.sharded = config.sharded or is_fsdp
         facts = {
             "rank": self.rank,
             "ranks": accelerator.num_processes,
@@ -148,6 +148,7 @@ class Attachment:
         """Register the parameter names of ``inner``, the model in what the training loop calls, and
         watch it for overflows."""
         self.scaler.parameter_names.add_module(inner)
+        self.scaler.ranks.watch(prepared)
         if isinstance(prepared, DistributedDataParallel):
             self.ddp_models[id(inner)] = prepared
         if self.explainer is not None:
@@ -156,10 +157,9 @@ class Attachment:
     def compare_settings(self, prepared: Module) -> None:
         """Let the ranks of a model explain its overflows together if all have the same settings.
 
-        A collective where ``prepared`` is DDP or sharded.
+        A collective where ``prepared`` is DDP's, or sharded, over all ranks.
         """
-        is_ddp = isinstance(prepared, DistributedDataParallel)
-        if not has_ranks() or not (is_ddp or is_sharded(prepared.parameters())):
+        if not has_ranks() or not is_worldwide(prepared):
             return
         config = self.config
         wish = config.finds_overflow, config.heal, config.on_overflow, config.growth_headroom
@@ -241,6 +241,7 @@ class Attachment:
         self.recorder.close()
         if self.explainer is not None:
             self.explainer.close()
+        self.scaler.ranks.close()
         del accelerator._attachment
         if self.stock_class is not None:
             accelerator.__class__ = self.stock_class

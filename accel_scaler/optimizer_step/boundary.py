@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import OrderError, OverflowStreakError
+from ..errors import OrderError, OverflowStreakError, listed
 from ..scaling import (
     LOW_PRECISION,
+    MAX_NAMES,
     DeferredUnscale,
     GradScaler,
     Losses,
@@ -27,6 +28,7 @@ from ..scaling import (
     Window,
     first_nonfinite,
     gradients_of,
+    has_ranks,
     nonzero,
     parameters_of,
     stepped,
@@ -82,6 +84,7 @@ class Boundary:
         self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
         """For an optimizer that has had no gradient so far: the ``Window.losses`` of windows in
         which it was to step. None: it has had a gradient, or the warning was logged."""
+        self._has_named_own = False
         _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
@@ -187,7 +190,7 @@ class Boundary:
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         # A rank whose shard is empty still takes part in what the others decide.
         params = parameters_of(optimizer)
-        return self.check.is_sharded(optimizer) or any(p.grad is not None for p in params)
+        return self.scaler.ranks.has_parts(optimizer) or any(p.grad is not None for p in params)
 
     def _is_left_to(self, stepper: Stepper) -> bool:
         """Whether its step unscales gradients; else that is done in place before."""
@@ -211,11 +214,26 @@ class Boundary:
             last = stepper.timing
             stepper.step(deferred)
             timing = stepper.timing if stepper.timing is not last else None
+        self.scaler.ranks.step_ended(optimizer)
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         self.scaler.skips.names.update(record.names)
+        if record.found_inf and has_ranks() and not self._has_named_own:
+            self._name_own(optimizer)
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
+
+    def _name_own(self, optimizer: Optimizer) -> None:
+        """Say once that this rank skips without the others, where that is so."""
+        if own := self.scaler.ranks.own(optimizer):
+            self._has_named_own = True
+            logger.warning(
+                "%s overflowed, and this rank skips it without the others: DDP does not reduce %s. "
+                "In fp16 the scales of the ranks differ from here on. Set sharded=True, so that "
+                "ranks agree on each skip, if all of them step this optimizer. (Logged once.)",
+                type(optimizer).__name__,
+                listed(self.scaler.parameter_names.of(own[:MAX_NAMES], optimizer), len(own)),
+            )
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since the last step: only zero gradients are right as they are.

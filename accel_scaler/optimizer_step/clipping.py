@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ..scaling import (
     GradNorm,
     NormCheck,
     OptimizerRecord,
+    by_mesh,
     clip_coefficient,
     gradients_of,
     is_uniform,
@@ -50,7 +50,7 @@ class Clipping:
                 "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
                 "nothing and returns the norm so far; the last micro-batch clips. (Logged once.)"
             )
-        total = whole(total_norm(parameters, norm_type))
+        total = total_norm(parameters, norm_type)
         return total if norm_type == 0 else total / self.scaler.window_scale  # 0: a count
 
     def clip_norm(
@@ -71,7 +71,7 @@ class Clipping:
         return self._check.until_finite(lambda: self._clip_norm(parameters, *limits))
 
     def _clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        sharded = self.scaler.sharded
+        sharded = self.scaler.ranks.sharded
         parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
@@ -95,9 +95,7 @@ class Clipping:
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
         if checks_first and any(record.found_inf for _, _, record in parts):
-            for _, _, record in parts:
-                record.verdict = True
-            return torch.full((), inf, dtype=torch.float32, device=self.device)
+            return self._skip_all(parts)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
@@ -106,6 +104,12 @@ class Clipping:
         for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total
+
+    def _skip_all(self, parts: Parts) -> Tensor:
+        """One of them has overflowed, so the norm of all is no number."""
+        for _, _, record in parts:
+            record.is_caught = not record.verdict
+        return torch.full((), inf, dtype=torch.float32, device=self.device)
 
     def clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Unscale as :meth:`clip_norm`, clip each element to ``[-clip_value, clip_value]``."""
@@ -139,11 +143,10 @@ class Clipping:
                 check.give_back(owner, record, mine)
 
     def note_norm(
-        self, parameters: Sequence[Tensor], norm: Any, max_norm: float, norm_type: float
+        self, parameters: Sequence[Tensor], norm: Tensor, max_norm: float, norm_type: float
     ) -> None:
-        """Record the norm of a clip made elsewhere if it is wanted; for a DTensor communicates."""
-        if any(observer.wants_norms for observer in self._check.observers):
-            self._note(GradNorm(parameters, whole(norm), None, float(max_norm), None, norm_type))
+        """Record the norm of a clip made elsewhere."""
+        self._note(GradNorm(parameters, norm, None, float(max_norm), None, norm_type))
 
     def _note(self, norm: GradNorm) -> None:
         self.scaler.window.grad_norms.add(norm)
@@ -165,9 +168,7 @@ class Clipping:
         for owner, _, record in () if is_fine else parts:
             self._check.check(owner, record)
         if not is_fine and any(record.found_inf for _, _, record in parts):
-            for _, _, record in parts:
-                record.verdict = True
-            return torch.full((), inf, dtype=torch.float32, device=self.device)
+            return self._skip_all(parts)
         _multiply(parameters, max_norm, norm)
         for owner, mine, record in parts:
             if not is_fine or norm_type <= 0:  # the product may have made NaN of them
@@ -205,7 +206,7 @@ class Clipping:
     def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
         """``parameters`` are all of their optimizers', none of these checked yet, none shared."""
         window = self.scaler.window
-        if self.scaler.sharded or window.opened_by is None:
+        if self.scaler.ranks.sharded or window.opened_by is None:
             return False
         if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
@@ -223,8 +224,8 @@ class Clipping:
         # Asked once: over thousands of tensors an answer takes a while.
         stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         norms = check.one_pass(owners, parameters, stay_scaled)
-        if norms is None or (norms.total is None and not norms.overflowed):
-            return None
+        if norms is None or (norms.total is None and not (norms.overflowed and len(owners) == 1)):
+            return None  # of several owners each is asked whether it has overflowed itself
         for owner, _, record in parts:
             check.note(owner, record, parameters, norms)
         if norms.total is None:
@@ -265,11 +266,9 @@ def _norms(
 
 
 def _norm_of_meshes(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    meshes: dict[Any, list[Tensor]] = {}
-    for grad in gradients_of(parameters):
-        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
     norms: list[Tensor] = [
-        torch.nn.utils.get_total_norm(grads, norm_type) for grads in meshes.values()
+        torch.nn.utils.get_total_norm(grads, norm_type)
+        for grads in by_mesh(gradients_of(parameters))
     ]
     if len(norms) == 1:
         return norms[0]

@@ -17,11 +17,9 @@ class Observer:
     """Receives the events of a boundary, on the training thread; here every method does nothing.
 
     All that is known of a window, norms included, stands in the window. No number of the training
-    depends on who observes, and only what these two attributes ask for is computed for it:
+    depends on who observes, and only what this attribute asks for is computed for it:
     """
 
-    wants_norms = False
-    """Some rank reads the norms of clips made elsewhere, which ranks communicate to complete."""
     wants_each_norm = False
     """The norm of each gradient is read, where the pass for the total norm gives it, too."""
 

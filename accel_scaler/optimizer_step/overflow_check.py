@@ -27,7 +27,6 @@ from ..scaling import (
     Snapshot,
     Window,
     add_norms,
-    agree_on_overflow,
     check_norms,
     find_nonfinite,
     gradients_of,
@@ -38,7 +37,6 @@ from ..scaling import (
     reciprocal,
     reduce_partial_gradients,
     total_norm,
-    whole,
 )
 from .observer import Observer, Rerun
 from .stepper import Stepper, stepper_of
@@ -109,10 +107,6 @@ class OverflowCheck:
                 "alone, or prepare their optimizer before the backward."
             )
         return [(managed[index], found[index]) for index in sorted(found)]
-
-    def is_sharded(self, optimizer: Optimizer) -> bool:
-        """Whether ranks may hold different gradients of this optimizer."""
-        return self.scaler.sharded or is_sharded(parameters_of(optimizer))
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
         """The optimizer's record in this window, before gradients of ``some`` of its parameters
@@ -263,7 +257,8 @@ class OverflowCheck:
             record.verdict = False
             return
         lost = isinf(reciprocal(self.scaler.window_scale))  # no gradient survived such a scale
-        record.verdict = agree_on_overflow(found or lost, self.device, self.is_sharded(optimizer))
+        ranks, here = self.scaler.ranks, found or lost
+        record.verdict = ranks.agree_on_overflow(here, optimizer, self.device)
 
     def norm(self, optimizer: Optimizer) -> float:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
@@ -274,8 +269,8 @@ class OverflowCheck:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
             norm = self.scaler.window.grad_norms.of(params) if params else 0.0
             if norm is None:
-                norm = float(whole(total_norm(params, 2.0)))
-            if self.scaler.sharded and not is_sharded(params):
+                norm = float(total_norm(params, 2.0))
+            if self.scaler.ranks.sharded and not is_sharded(params):
                 norm = add_norms(norm, self.device)
             record.norm = norm
         return record.norm

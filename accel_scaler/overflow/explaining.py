@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..models import unwrap
@@ -22,8 +21,8 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import (
     GradScaler,
     Origin,
+    Share,
     Window,
-    agree_on_overflow,
     find_nonfinite,
     gather_objects,
     gradients_of,
@@ -55,14 +54,22 @@ MAX_RETRIES = 16
 """Of one window; from the usual 65536 that is down to 1."""
 
 
+ALONE = (
+    "the ranks are not known to have overflowed together: they step alone, may run out of inputs "
+    "(Join), have other settings, or were attached after prepare"
+)
+
+
 class OverflowExplainer(Observer):
     """Finds out where each overflow began; writes it to the window's ``origin`` and to the log.
     Makes the gradients of a window again, at a lower scale or with modules in float32.
 
     Note [Ranks that explain together]
-    Ranks communicate about an overflow only where all of them are known to have it and to have the
-    same settings: their gradients are sharded, or the last backward was one that DDP synchronises.
-    Otherwise each rank explains its own overflows, no module is healed and nothing made again.
+    Ranks communicate about an overflow only where all of them are known to have it
+    (:meth:`.Ranks.all_have`) and to have the same settings. Otherwise each rank explains its own
+    overflows, no module is healed and nothing made again. In one window a rank may first be alone
+    with the overflow of one optimizer, and then be together with the others about the next one:
+    what was done alone is done again there, since the others wait for it.
 
     Args:
         scaler: whose windows these are.
@@ -102,11 +109,8 @@ class OverflowExplainer(Observer):
         self.is_everywhere = False
         """Every rank has the same settings."""
         self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
-        self._prepared: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._is_synchronised = False
-        """The gradients of the last backward are those of every rank."""
         self._is_together = False
-        """In the present window ranks communicate: see Note [Ranks that explain together]."""
+        """About the present overflow ranks communicate: see Note [Ranks that explain together]."""
         self._device = torch.device("cpu")
         self._left_to_watch = 0
         """Windows until watching ends."""
@@ -116,14 +120,16 @@ class OverflowExplainer(Observer):
         """Of the first of them."""
         self._explained: Window | None = None
         """The window that overflowed last."""
+        self._explained_together = False
+        """It was explained by all ranks."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
         self._partners: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[Optimizer]]
         self._partners = weakref.WeakKeyDictionary()
         """Those that stepped in the same window as an optimizer when it last did, itself too."""
         self._together: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._given_up: Window | None = None
-        """The window that is not made again any more."""
+        self._given_up: tuple[Window | None, bool] = None, False
+        """The window that is not made again any more, and whether all ranks have given it up."""
         self._logged: set[str] = set()
 
     @property
@@ -134,7 +140,6 @@ class OverflowExplainer(Observer):
     def watch(self, prepared: Module, inner: Module) -> None:
         """Explain the overflows of this model too; see :meth:`WindowRecording.watch`."""
         plain = unwrap(inner)
-        self._prepared.add(prepared)
         self._models.setdefault(plain)
         if self.recording is not None:
             self.recording.watch(prepared, plain)
@@ -151,10 +156,6 @@ class OverflowExplainer(Observer):
                 self._stop_watching()
             if self.healer is not None:
                 self.healer.window_was_fine()
-        self._is_synchronised = all(
-            isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync
-            for model in self._prepared
-        )
         for listener in self._listeners():
             listener.before_backward(loss)
         if self.recording is not None and self.makes_again:
@@ -168,8 +169,8 @@ class OverflowExplainer(Observer):
         """Explain the window if it has overflowed, once."""
         if not window.found_inf and window.grad_norms.are_finite:
             return
-        if self._explained is not window:
-            self._meet(optimizer, window)
+        self._meet([optimizer], window)
+        if not self._is_explained(window):
             self._find(window)
         if self.recording is not None and self.makes_again:
             self.recording.restore_statistics()
@@ -182,17 +183,21 @@ class OverflowExplainer(Observer):
         if state != self.scaler.read_state():
             self.scaler.write_state(state)
 
-    def _meet(self, optimizer: Optimizer, window: Window) -> None:
-        """Find out whether ranks communicate about this window."""
-        params = parameters_of(optimizer)
-        self._device = params[0].device
-        has_shards = self.scaler.sharded or is_sharded(params)
-        self._is_together = self.is_everywhere and (has_shards or self._is_synchronised)
+    def _meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
+        """Find out whether ranks communicate about the overflow of these in this window."""
+        self._device = parameters_of(optimizers[0])[0].device
+        ranks, records = self.scaler.ranks, {o: window.known(o) for o in optimizers}
+        # Its own verdict: one that was caught from another optimizer may be this rank's alone.
+        own = [o for o, record in records.items() if record is not None and record.verdict]
+        self._is_together = self.is_everywhere and any(map(ranks.all_have, own))
+
+    def _is_explained(self, window: Window) -> bool:
+        return self._explained is window and (self._explained_together or not self._is_together)
 
     def _find(self, window: Window) -> None:
         """Find out where the window overflowed, and heal that."""
-        self._explained = window
-        self._in_a_row += 1
+        self._in_a_row += self._explained is not window
+        self._explained, self._explained_together = window, self._is_together
         if self._in_a_row == 1:
             self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
@@ -215,11 +220,12 @@ class OverflowExplainer(Observer):
         recording, window = self.recording, self.scaler.window
         if recording is None or window.closed:
             return
+        looked_at = self._looked_at() if self._room is not None else []
         for optimizer in self.scaler.managed:
             record = window.known(optimizer)
             if record is None or record.stage is OptState.READY:
                 recording.look_before_check(parameters_of(optimizer))
-                if self._room is not None:
+                if self._room is not None and optimizer in looked_at:
                     scale = self.scaler.window_scale
                     self._room.look(parameters_of(optimizer), window.index, scale)
             elif record.stage is OptState.UNSCALED and record.verdict is None:
@@ -236,18 +242,21 @@ class OverflowExplainer(Observer):
                 since afterwards it is too late.
         """
         window, managed = self.scaler.window, self.scaler.managed
-        bad = [o for o in managed if (record := window.known(o)) is not None and record.verdict]
+        bad = [o for o in managed if (record := window.known(o)) is not None and record.is_bad]
         if stepping is not None and self._is_first(window):
             bad += [o for o in managed if o not in bad and self._is_bad_partner(o, stepping)]
-        if not bad or window is self._given_up:
+        if not bad:
             return False
         start = time.perf_counter()
-        self._meet(bad[0], window)
+        self._meet(bad, window)
+        given_up, by_all = self._given_up
+        if given_up is window and (by_all or not self._is_together):
+            return False
         window.first_scale = window.first_scale or self.scaler.window_scale
         found = self._retry(window, bad) or self._keep_healed(window, bad)
         window.retry_s += time.perf_counter() - start
         if not found:
-            self._given_up = window
+            self._given_up = window, self._is_together
         return found
 
     def _has_room(self) -> bool:
@@ -256,29 +265,36 @@ class OverflowExplainer(Observer):
             return self._asked[1]
         assert self._room is not None
         level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
-        if has_ranks() and self.is_everywhere:
-            level = max(gather_objects(level, self._device))
-        elif has_ranks():
+        if has_ranks() and not self.is_everywhere:
             level = 0.0  # as on ranks that do not look
         self._asked = self.scaler.window, self._room.is_enough_for(level)
         return self._asked[1]
+
+    def _looked_at(self) -> list[Optimizer]:
+        """Optimizers whose gradients say whether the scale may grow. Ranks have to come to one
+        answer, and are not known to come together for it. So they look at what is the same on each;
+        a rank that trains alone, as under LocalSGD, at all; and nobody at parts."""
+        ranks, managed = self.scaler.ranks, self.scaler.managed
+        shares = [ranks.share(each) for each in managed]
+        wanted = Share.SAME if Share.SAME in shares else Share.ALONE
+        if Share.PARTS in shares and has_ranks():
+            return []
+        return [each for each, share in zip(managed, shares, strict=True) if share is wanted]
 
     def _is_first(self, window: Window) -> bool:
         return not any(record.stage is OptState.STEPPED for record in window.states.values())
 
     def _is_bad_partner(self, optimizer: Optimizer, stepping: Optimizer) -> bool:
         record, params = self.scaler.window.known(optimizer), parameters_of(optimizer)
-        partners = self._partners.get(stepping)
+        partners, ranks = self._partners.get(stepping), self.scaler.ranks
         is_decided = record is not None and record.stage is not OptState.READY
         if optimizer is stepping or is_decided or (partners and optimizer not in partners):
             return False
-        grads = gradients_of(params)
-        if self.recording is None or not (grads or self.scaler.sharded):
+        if self.recording is None or not (gradients_of(params) or ranks.has_parts(optimizer)):
             return False
-        if self.recording.dirty.intersection(map(id, params)):
-            return False
-        found = next(find_nonfinite(grads), None) is not None
-        return agree_on_overflow(found, params[0].device, self.scaler.sharded or is_sharded(params))
+        is_dirty = not self.recording.dirty.isdisjoint(map(id, params))
+        found = not is_dirty and next(find_nonfinite(gradients_of(params)), None) is not None
+        return ranks.agree_on_overflow(found, optimizer, params[0].device)
 
     def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         recording, state = self.recording, self.scaler.read_state()
@@ -287,15 +303,14 @@ class OverflowExplainer(Observer):
         lower = self.scaler.rule.clamp(state.scale * self.scaler.get_backoff_factor())
         is_lost = not all(bool(local(loss).isfinite().all()) for loss in recording.losses)
         is_lost = is_lost and not window.healed and not recording.obstacle()
-        if any(self._gather(is_lost)):
-            return False  # no scale helps
-        if max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES:
-            return False
+        is_last = max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES
+        if any(self._gather(is_lost or is_last)):
+            return False  # no scale helps, or no lower one is left
         return self._make(window, bad, lower, changes_model=bool(window.healed))
 
     def _keep_healed(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         """Keep a window that modules in float32 cure, where only losses came from the model."""
-        if self.healer is None or window.healed or self._explained is window:
+        if self.healer is None or window.healed or self._is_explained(window):
             return False
         self._find(window)
         if not window.healed:
@@ -322,7 +337,7 @@ class OverflowExplainer(Observer):
             if passing is None:
                 why = "the gradient of an output was not finite, or the loss is not the model's"
         if has_ranks() and not self._is_together:
-            why = "the ranks step alone, have other settings or were attached after prepare"
+            why = ALONE
         why = next(filter(None, self._gather(why)), "")
         if not why:
             assert passing is not None
@@ -427,6 +442,9 @@ class OverflowExplainer(Observer):
         obstacle = recording.obstacle()
         if self._stepped is self._explained:  # the present one: another optimizer has stepped in it
             obstacle = "another optimizer has updated parameters in it already"
+        is_alone = has_ranks() and not self._is_together
+        if is_alone and any(is_sharded(model.parameters()) for model in self.models):
+            obstacle = ALONE  # its forward communicates
         why = next(filter(None, self._gather(obstacle)), "")
         if why:
             return None, why
@@ -439,10 +457,7 @@ class OverflowExplainer(Observer):
         recording, scale = self.recording, window.first_scale or self.scaler.window_scale
         assert recording is not None
         if has_ranks() and not self._is_together:
-            self._warn_once(
-                "heal: the ranks do not overflow together (they step alone, have other settings, "
-                "or were attached after prepare), so no module is run in float32. (Logged once.)"
-            )
+            self._warn_once(f"heal: {ALONE}. So no module is run in float32. (Logged once.)")
             return
         if any(self._gather(recording.obstacle())):
             return  # it cannot be run again, which was logged

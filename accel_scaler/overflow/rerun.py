@@ -31,7 +31,8 @@ def run_again(
 ) -> Origin | None:
     """Run the window again. Returns where it overflows; None where all is finite.
 
-    Synchronises with each device once. Ranks do not communicate, but for FSDP2's.
+    Synchronises with each device once. Ranks do not communicate, but for those that share DTensors:
+    DDP's wrapper is left out, whose forward may wait for other ranks.
 
     Args:
         recording: one without an ``obstacle()``.
@@ -47,8 +48,7 @@ def run_again(
         for model in models:
             finder.watch(model)
         for number, forwards in enumerate(_micro_batches(recording)):
-            with _reducing(recording.parallel, False, alone=True):
-                seeded = forwards()
+            seeded = forwards()
             if factor is None:
                 losses = recording.losses[number : number + 1]
             else:  # the window's own loss may be inf
@@ -147,7 +147,7 @@ def _micro_batches(
                 if call.backward != number:
                     continue
                 if pairs is None:  # to look on: gradients and buffers are anyone's
-                    outputs = _forward(call, made)
+                    outputs = _forward(call, made, without_ddp=True)
                 else:
                     for each in () if changes_model else call.buffers:
                         each.restore()
@@ -165,21 +165,29 @@ def _micro_batches(
         yield forwards
 
 
-def _forward(call: ForwardCall, made: Mapping[Source, Tensor]) -> list[Tensor]:
+def _forward(
+    call: ForwardCall, made: Mapping[Source, Tensor], without_ddp: bool = False
+) -> list[Tensor]:
     """``made``: outputs that are given to the next forward with their graph."""
-    run = call.run()
+    run, args = call.run(), call.args
     assert run is not None
+    if without_ddp:  # it is what runs, or what a Trainer's ``compute_loss`` is given
+        run, args = _without_ddp(run), tuple(map(_without_ddp, args))
     # The script may have made an input require gradients since, for a gradient penalty.
     fresh: dict[int, Tensor] = {}
     for each in call.inputs:
         plain = each.tensor.detach().requires_grad_(each.requires_grad)
         fresh[id(each.tensor)] = made.get(each.source, plain) if each.source else plain
-    args, kwargs = map_tensors((call.args, call.kwargs), lambda t: fresh.get(id(t), t))
+    args, kwargs = map_tensors((args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
     with torch.enable_grad(), ExitStack() as stack:
         for context in call.autocast:
             stack.enter_context(context)
         return tensors_in(run(*args, **kwargs))
+
+
+def _without_ddp(value: Any) -> Any:
+    return value.module if isinstance(value, DistributedDataParallel) else value
 
 
 def _backward(seeded: list[tuple[Tensor, Tensor]]) -> None:
@@ -220,22 +228,17 @@ def _buffers_as_before(calls: Sequence[ForwardCall], keeps: bool) -> Iterator[No
 
 
 @contextmanager
-def _reducing(
-    models: Iterable[DistributedDataParallel], syncs: bool, alone: bool = False
-) -> Iterator[None]:
-    """DDP's forwards in the block lead to a backward that reduces gradients, or to none that does;
-    ``alone``: nor do they take buffers from the first rank."""
-    before = [(m, m.require_backward_grad_sync, m.require_forward_param_sync) for m in models]
-    for model, _, takes in before:
+def _reducing(models: Iterable[DistributedDataParallel], syncs: bool) -> Iterator[None]:
+    """DDP's forwards in the block lead to a backward that reduces gradients, or to none that
+    does."""
+    before = [(model, model.require_backward_grad_sync) for model in models]
+    for model, _ in before:
         model.require_backward_grad_sync = syncs
-        model.require_forward_param_sync = takes and not alone
     try:
         yield
     finally:
-        for model, synced, takes in before:
+        for model, synced in before:
             model.require_backward_grad_sync = synced
-            if alone:
-                model.require_forward_param_sync = takes
 
 
 @contextmanager

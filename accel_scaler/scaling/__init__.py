@@ -8,7 +8,6 @@ no file and no step mode; it has the only collectives of the package.
 
 from .collectives import (
     add_norms as add_norms,
-    agree_on_overflow as agree_on_overflow,
     gather_objects as gather_objects,
     has_ranks as has_ranks,
     pause_before_the_end as pause_before_the_end,
@@ -29,6 +28,7 @@ from .gradients import (
     MAX_NAMED as MAX_NAMED,
     SMALL as SMALL,
     NormCheck as NormCheck,
+    by_mesh as by_mesh,
     check_norms as check_norms,
     clip_coefficient as clip_coefficient,
     find_nonfinite as find_nonfinite,
@@ -48,6 +48,7 @@ from .gradients import (
 from .losses import Losses as Losses
 from .origin import Origin as Origin, Pair as Pair
 from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
+from .ranks import Share as Share, is_worldwide as is_worldwide
 from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
 from .window import (
     DeferredUnscale as DeferredUnscale,

@@ -1,4 +1,4 @@
-"""The only collectives of the package; all run on the training thread, in program order."""
+"""The only collectives of the package. Who comes to each: Note [Who comes to a collective]."""
 
 from __future__ import annotations
 
@@ -44,17 +44,11 @@ def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
             p.grad = grad.redistribute(p.device_mesh, p.placements)
 
 
-def agree_on_overflow(found_inf: bool, device: torch.device, sharded: bool) -> bool:
-    """Whether any rank found an overflow; ``found_inf``: whether this one did.
-
-    ``sharded``: ranks hold different gradients (FSDP). Then this communicates on ``device`` and
-    synchronises with it and the other ranks. Else nothing is sent: DDP's all-reduce has brought an
-    inf or NaN of one rank into every rank's gradients.
-    """
-    if not (sharded and has_ranks()):
-        return found_inf
-    flag = torch.full((), float(found_inf), dtype=torch.float32, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+def any_rank(answer: bool, device: torch.device, group: Any = None) -> bool:
+    """Whether ``answer`` is True on any rank of ``group`` (None: of all). Communicates on
+    ``device``, and synchronises with it and the other ranks."""
+    flag = torch.full((), float(answer), dtype=torch.float32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag)
 
 

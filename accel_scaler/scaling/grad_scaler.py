@@ -21,7 +21,6 @@ from ..config import ScalerConfig, is_number, is_positive
 from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from ..models import untraced
-from .collectives import agree_on_overflow, is_sharded
 from .gradients import (
     gradients_of,
     has_nonfinite_gradient,
@@ -34,6 +33,7 @@ from .gradients import (
 )
 from .host_mirror import HostMirror
 from .parameter_names import ParameterNames
+from .ranks import Ranks
 from .skips import SkipStreak
 from .thread_windows import ThreadWindows
 from .update_rule import Rule, ScaleState, always
@@ -71,8 +71,6 @@ class GradScaler(torch.amp.GradScaler):
         ConfigError: an argument out of its range, naming it and what is allowed.
     """
 
-    sharded: bool = False
-    """Ranks hold different gradients, though no DTensors, and so have to agree on a verdict."""
     _growth_tracker: Tensor | None
 
     def __init__(
@@ -116,6 +114,8 @@ class GradScaler(torch.amp.GradScaler):
     def _make_transient(self) -> None:
         """Make what belongs to this process and is not pickled."""
         self._windows = ThreadWindows()
+        self.ranks = Ranks()
+        """Which ranks have what of the gradients."""
         self._live: Tensor | None = None
         self._mirror = HostMirror()
         self._lock = threading.RLock()
@@ -373,8 +373,8 @@ class GradScaler(torch.amp.GradScaler):
                 record, params = window.record(optimizer), parameters_of(optimizer)
                 if not record["found_inf_per_device"]:
                     self._check_inf_per_device(optimizer)
-                sharded = self.sharded or is_sharded(params)
-                record.decide(agree_on_overflow(record.found_inf, params[0].device, sharded))
+                device = params[0].device
+                record.decide(self.ranks.agree_on_overflow(record.found_inf, optimizer, device))
                 self._known.add(stepped(optimizer))
             return self._windows.bind(fn, window.for_job(optimizers, self.read_state().scale))
 
@@ -701,8 +701,8 @@ class GradScaler(torch.amp.GradScaler):
                 record.carried_over = ""
             if record is not None and record.stage is OptState.UNSCALED:
                 before = record.unscaled_before = Snapshot(params)
-                sharded = self.sharded or is_sharded(params)
-                if not agree_on_overflow(not before.is_zero, params[0].device, sharded):
+                is_left, device = not before.is_zero, params[0].device
+                if not self.ranks.agree_on_overflow(is_left, optimizer, device):
                     window.forget(optimizer)
 
     # State.

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .collectives import whole
+
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
 LARGE = 1 << 16
@@ -262,10 +264,23 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
         torch.autograd.graph.increment_version([grad])
 
 
+def by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """DTensors of one mesh together, and plain tensors: torch takes no norm of both at once."""
+    meshes: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    return list(meshes.values())
+
+
 def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, shape (); float32 for those of low precision,
-    a DTensor for DTensors."""
+    """The norm of all gradient elements together, shape (); float32 for those of low precision. Of
+    DTensors, which may stand beside plain tensors, every rank's elements count: communicates."""
     grads = [_values(g) if g.is_sparse else g for g in gradients_of(parameters)]
+    norms = [whole(_norm_of_all(some, norm_type)) for some in by_mesh(grads) or [[]]]
+    return norms[0] if len(norms) == 1 else norm_of(torch.stack(norms), norm_type)
+
+
+def _norm_of_all(grads: list[Tensor], norm_type: float) -> Tensor:
     if all(grad.dtype not in LOW_PRECISION for grad in grads):
         total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
         return total

@@ -128,6 +128,8 @@ class OptimizerRecord(dict[str, Any]):
         """The torch optimizer; None: torch's own code made the record."""
         self.verdict: bool | None = None
         """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
+        self.is_caught = False
+        """It was clipped together with another optimizer's gradients, which have overflowed."""
         self.count: int | None = None
         """The number of its parameters when they were unscaled or checked."""
         self.carried_over = ""
@@ -199,10 +201,16 @@ class OptimizerRecord(dict[str, Any]):
         return self.found_inf or self.is_spike
 
     @property
+    def is_bad(self) -> bool:
+        """It is decided that its gradients cannot be stepped."""
+        return self.is_caught or bool(self.verdict)
+
+    @property
     def found_inf(self) -> bool:
-        """The verdict; before the ranks have agreed, this rank's. May synchronise."""
-        if self.verdict is not None:
-            return self.verdict
+        """Its gradients cannot be stepped: the verdict on them, or on what was clipped together
+        with them; before the ranks have agreed, this rank's. May synchronise."""
+        if self.is_caught or self.verdict is not None:
+            return self.is_bad
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
 
 

@@ -51,7 +51,7 @@ class Recorder(Observer):
         start: Start | None = None,
     ) -> None:
         self.scaler, self.journal = scaler, journal
-        self.wants_norms = self.wants_each_norm = journal is not None
+        self.wants_each_norm = journal is not None
         self._is_scaled = scaler.is_enabled()
         start = start or Start()
         floor = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
@@ -259,6 +259,4 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
         }
         journal = Journal(path, {**facts, **own})
     start = Start(facts=facts, settings=settings)
-    recorder = Recorder(scaler, journal, config.underflow_interval, start)
-    recorder.wants_norms = config.telemetry is not None
-    return recorder
+    return Recorder(scaler, journal, config.underflow_interval, start)

@@ -51,9 +51,9 @@ def fork(output: Path, limit_s: int = LIMIT_S) -> int:
     return pid
 
 
-def start(body: Callable[[], object], output: Path) -> int:
+def start(body: Callable[[], object], output: Path, limit_s: int = LIMIT_S) -> int:
     """Run ``body`` in a child that then ends at once, with status 0 or, if it raised, 99."""
-    pid = fork(output)
+    pid = fork(output, limit_s)
     if pid == 0:
         status = 99
         try:
@@ -88,8 +88,9 @@ def become_rank(rank: int, port: int) -> None:
     }
 
 
-def on_two_ranks(body: Callable[[], object], folder: Path) -> None:
-    """Run ``body`` on two gloo ranks; what it asserts there fails the test here."""
+def on_two_ranks(body: Callable[[], object], folder: Path, limit_s: int = LIMIT_S) -> None:
+    """Run ``body`` on two gloo ranks; what it asserts there fails the test here, and so does a rank
+    that waits for ever."""
     port, outputs = free_port(), [folder / f"rank{rank}.txt" for rank in range(RANKS)]
 
     def ranked(rank: int) -> None:
@@ -100,7 +101,10 @@ def on_two_ranks(body: Callable[[], object], folder: Path) -> None:
         body()
         dist.barrier()
 
-    pids = [start(lambda rank=rank: ranked(rank), outputs[rank]) for rank in range(RANKS)]  # type: ignore[misc]
+    pids = [
+        start(lambda rank=rank: ranked(rank), outputs[rank], limit_s)  # type: ignore[misc]
+        for rank in range(RANKS)
+    ]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     assert statuses == [0] * RANKS, "\n".join(output.read_text() for output in outputs)
 

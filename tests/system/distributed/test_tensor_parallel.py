@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from children import RANKS, everywhere, on_two_ranks
+from children import RANKS, everywhere, in_child, on_two_ranks
+from support import reset
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from two_ranks import weights, whole
 from versions import release
 
@@ -159,3 +161,112 @@ def test_an_overflow_beside_shards_is_one_for_all(tmp_path: Path) -> None:
             assert scaler.get_scale() == SCALE / 2
 
     on_two_ranks(body, tmp_path)
+
+
+class Beside(nn.Module):
+    """DTensors and a plain parameter, as ``parallelize_module`` leaves them."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.net, self.plain = Net(mesh), nn.Parameter(torch.arange(3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.net(x) + 100 * self.plain.square().sum()
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+def test_norms_of_shards_beside_a_plain_parameter(precision: str, tmp_path: Path) -> None:
+    """Before the last micro-batch, and of a spike, where nothing is clipped."""
+
+    def train(mesh: DeviceMesh | None, **settings: Any) -> tuple[Tensor, list[float], list[bool]]:
+        reset()
+        config = settings | ({"init_scale": SCALE} if precision == "fp16" else {})
+        accelerator: Any = attach(Accelerator(mixed_precision=precision), **config)
+        model, norms, skips = Beside(mesh), [], []
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1e-5))
+        for step in range(STEPS):
+            for is_last in (False, True):
+                accelerator.gradient_state._set_sync_gradients(is_last)
+                accelerator.backward(model(batch(2 * step + is_last)))
+                if not is_last and precision == "fp16":  # elsewhere this clips, as in stock
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            skips.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+        detach(accelerator)
+        return weights(model.parameters()), norms, skips
+
+    def body() -> None:
+        model, norms = Beside(None), []
+        for step in range(STEPS):
+            (model(batch(2 * step)) + model(batch(2 * step + 1))).backward()
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+            model.zero_grad()
+        limit = sorted(norms)[STEPS // 2]
+        found = train(init_device_mesh("cpu", (RANKS,)), skip_norm_above=limit)
+        expected = train(None, skip_norm_above=limit)
+        assert found[2] == expected[2]
+        assert set(found[2]) == {True, False}
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], **ROUNDED | {"rtol": 1e-6})
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_trainer_clips_gradients_on_two_meshes_unscaled(precision: str, tmp_path: Path) -> None:
+    """transformers 5.24 does that by itself, while they are scaled, and without a guard."""
+
+    def train(mesh: DeviceMesh | None, bad: int = -1) -> tuple[Tensor, list[float], list[bool]]:
+        reset()
+        model, norms = Beside(mesh), []
+
+        class Norms(TrainerCallback):  # type: ignore[misc]
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+                if "grad_norm" in logs:
+                    norms.append(logs["grad_norm"])
+
+        def compute_loss(model: Any, inputs: Any, **_: Any) -> Tensor:
+            loss: Tensor = model(inputs["x"][0])
+            return loss * 1e4 if trainer.state.global_step == bad else loss
+
+        arguments = TrainingArguments(
+            str(tmp_path / "run"),
+            use_cpu=True,
+            max_steps=STEPS,
+            max_grad_norm=4.0,
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            lr_scheduler_type="constant",
+            bf16=precision == "bf16",
+        )
+        trainer: Any = Trainer(
+            model,
+            arguments,
+            train_dataset=[{"x": batch(step)} for step in range(STEPS)],
+            optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+            callbacks=[Norms()],
+        )
+        trainer.compute_loss = compute_loss
+        if precision == "fp16":
+            trainer.accelerator.state._mixed_precision = "fp16"
+        settings = {"init_scale": 8.0} if precision == "fp16" else {}
+        attach(trainer, skip_norm_above=1e6, **settings)
+        trainer.train()
+        skips = [r.skipped for r in trainer.accelerator.scaler_history.records]
+        return weights(model.parameters()), norms, skips
+
+    def body() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found, expected = train(init_device_mesh("cpu", (1,)), bad=3), train(None, bad=3)
+        assert found[2] == expected[2] == [step == 3 for step in range(STEPS)]
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1], **ROUNDED | {"rtol": 1e-6})
+
+    output = tmp_path / "out.txt"
+    assert in_child(body, output) == 0, output.read_text()

@@ -119,7 +119,7 @@ def test_whatever_ends_the_making_leaves_nothing_behind(
     assert {key: len(value) for key, value in vars(inner).items() if "hooks" in key} == before
     assert not model._state_dict_pre_hooks
     assert not scaler.managed
-    assert not scaler.sharded
+    assert not scaler.ranks.sharded
     AsyncOptimizer(inner, model, scaler=scaler).close()
 
 

@@ -89,7 +89,7 @@ def test_a_clip_of_parameters_that_no_optimizer_has_is_refused(call: str) -> Non
         getattr(a, call)(model.parameters(), 1e6)
     assert model.second.w.grad is not None
     assert model.second.w.grad.tolist() == [4.0 * SCALE] * 4
-    model.second.w.grad, a.scaler.sharded = None, True  # frozen, and ranks are asked
+    model.second.w.grad, a.scaler.ranks.sharded = None, True  # frozen, and ranks are asked
     assert float(a.clip_grad_norm_(model.parameters(), 1e6)) == 6.0
     optimizer.step()
     assert (model.first.moved, model.second.moved) == (3.0, 0.0)

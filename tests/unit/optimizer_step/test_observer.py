@@ -13,7 +13,7 @@ from accel_scaler.optimizer_step import Boundary, Observer
 
 
 class EventLog(Observer):
-    wants_norms = wants_each_norm = True
+    wants_each_norm = True
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []

@@ -87,12 +87,10 @@ def test_a_job_has_the_verdict_of_every_rank(
     is_unscaled: bool, bad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own gradients are finite; ``bad``: another rank's are not."""
-    monkeypatch.setattr(
-        "accel_scaler.scaling.grad_scaler.agree_on_overflow", lambda found, *_: found or bad
-    )
     for calls in (("step",), ("unscale_", "step")):
         p, optimizer = one()
         scaler = GradScaler("cpu", init_scale=1024.0)
+        monkeypatch.setattr(scaler.ranks, "agree_on_overflow", lambda found, *_: found or bad)
         backward(scaler, p)
         if is_unscaled:
             scaler.unscale_(optimizer)

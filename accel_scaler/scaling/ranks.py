@@ -1,0 +1,182 @@
+"""Which ranks have what of an optimizer's gradients, and so which of them come to a collective.
+
+Note [Who comes to a collective]
+--------------------------------
+A collective hangs where a rank does not come, so each is entered only where :class:`Ranks` knows
+that all do. All run on the training thread, in program order.
+
+| Collective | Entered | Who comes, and why |
+|---|---|---|
+| ``agree_on_overflow`` | by a check of ``PARTS``; by ``scale()`` after these were unscaled | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; within ``Join``, where one may run out of inputs, refused |
+| ``add_norms`` | for the spike guard, with ``sharded=True`` | all, as for the check just before |
+| ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor, whatever their settings |
+| ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
+| ``gather_objects`` of what explains an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
+| ``of_rank_0`` | by ``step_mode="auto"`` | the ranks of DDP or of the mesh; within ``Join`` not entered |
+
+Nothing is sent where the scale grows: under DDP each rank looks at the same gradients.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..errors import UnsupportedError
+from ..models import Hook
+from .collectives import any_rank, has_ranks, is_sharded
+from .gradients import parameters_of
+
+
+class Share(Enum):
+    """What this rank has of an optimizer's gradients in the present window."""
+
+    ALONE = auto()
+    """Gradients of its own, as far as is known. No rank waits for another one."""
+    SAME = auto()
+    """The same gradients as every rank: DDP has reduced them."""
+    PARTS = auto()
+    """A part of them. Ranks agree on each verdict."""
+
+
+class Ranks:
+    """Knows which ranks come to a collective about gradients: see Note [Who comes to a collective].
+
+    Nothing here communicates, but for :meth:`agree_on_overflow`.
+    """
+
+    sharded = False
+    """Ranks have parts of the gradients, which are no DTensors (``ScalerConfig.sharded``)."""
+
+    def __init__(self) -> None:
+        self._reduced: WeakKeyDictionary[DistributedDataParallel, set[str]] = WeakKeyDictionary()
+        """DDP's wrappers, and the names of the parameters that each reduces."""
+        self._forwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+        """The number of each wrapper's last forward; 0: its backward does not reduce."""
+        self._forward = 0
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """The number of the last forward before each optimizer's last step."""
+        self._handles: list[Any] = []
+
+    def watch(self, model: Module) -> None:
+        """Know a prepared model, until :meth:`close`."""
+        if isinstance(model, DistributedDataParallel) and model not in self._reduced:
+            named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+            self._reduced[model] = {n for n, p in named if p.requires_grad and n not in ignored}
+            hook = Hook(self, "forward_begins")
+            self._handles.append(model.register_forward_pre_hook(hook))
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+
+    def forward_begins(self, wrapper: DistributedDataParallel, _: object) -> None:
+        """A forward hook of DDP's wrapper, which decides here whether the backward reduces. A
+        forward that passes it by (``model.module(x)``) leads to a backward that does not."""
+        if torch.is_grad_enabled():
+            self._forward += 1
+            self._forwards[wrapper] = self._forward if wrapper.require_backward_grad_sync else 0
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """It has stepped, or was skipped."""
+        self._steps[optimizer] = self._forward
+
+    def has_parts(self, optimizer: Optimizer) -> bool:
+        """Whether ranks have parts of its gradients."""
+        return self.sharded or is_sharded(parameters_of(optimizer))
+
+    def share(self, optimizer: Optimizer) -> Share:
+        """What this rank has of the optimizer's gradients, which are due to be stepped."""
+        if self.has_parts(optimizer):
+            return Share.PARTS
+        last = self._steps.get(optimizer, 0)
+        wrappers = [
+            wrapper
+            for wrapper in self._reduced
+            if self._forwards.get(wrapper, 0) > last
+            and is_worldwide(wrapper)
+            and not is_uneven(wrapper)
+        ]
+        return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
+
+    def own(self, optimizer: Optimizer) -> list[Tensor]:
+        """The optimizer's parameters that this rank has alone, beside a model of DDP's."""
+        if self.has_parts(optimizer) or not self._reduced:
+            return []
+        return self._outside(self._reduced, optimizer)
+
+    def _outside(
+        self, wrappers: Iterable[DistributedDataParallel], optimizer: Optimizer
+    ) -> list[Tensor]:
+        reduced = set[int]()
+        for wrapper in wrappers:
+            named, names = wrapper.module.named_parameters(), self._reduced[wrapper]
+            reduced.update(id(p) for name, p in named if name in names)
+        return [p for p in parameters_of(optimizer) if id(p) not in reduced]
+
+    def all_have(self, optimizer: Optimizer) -> bool:
+        """Whether every rank is known to have this one's verdict on the optimizer's gradients, and
+        so comes where that is dealt with. False without other ranks."""
+        share = self.share(optimizer) if has_ranks() else Share.ALONE
+        if share is Share.PARTS:
+            return self._groups(optimizer) == [None]
+        return share is Share.SAME
+
+    def _groups(self, optimizer: Optimizer) -> list[Any]:
+        """The groups that have parts of its gradients; None is that of all ranks."""
+        if self.sharded:
+            return [None]
+        meshes = _meshes(parameters_of(optimizer))
+        if any(mesh.size() == dist.get_world_size() for mesh in meshes):
+            return [None]
+        return [group for mesh in meshes for group in mesh.get_all_groups()]
+
+    def agree_on_overflow(
+        self, found_inf: bool, optimizer: Optimizer, device: torch.device
+    ) -> bool:
+        """Whether any rank found an overflow in the optimizer's gradients; ``found_inf``: whether
+        this one did.
+
+        For ``PARTS`` this communicates on ``device``, and synchronises with it and the other ranks.
+        Else nothing is sent: DDP's all-reduce has brought an inf or NaN of one rank into every
+        rank's gradients. Raises ``UnsupportedError`` for ``PARTS`` within ``Join``.
+        """
+        if not has_ranks() or not self.has_parts(optimizer):
+            return found_inf
+        if any(map(is_uneven, self._reduced)):
+            raise UnsupportedError(
+                "Join (join_uneven_inputs) beside sharded=True or DTensors: ranks agree at each "
+                "step, and one that is out of inputs steps no more, so the others would wait for "
+                "it. Give every rank as many batches (even_batches=True)."
+            )
+        for group in self._groups(optimizer):
+            found_inf = any_rank(found_inf, device, group)
+        return found_inf
+
+
+def is_worldwide(model: Any) -> bool:
+    """Whether every rank has this model: DDP's or sharded over all of them."""
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_world_size(model.process_group) == dist.get_world_size()
+    return any(mesh.size() == dist.get_world_size() for mesh in _meshes(model.parameters()))
+
+
+def _meshes(parameters: Iterable[Any]) -> list[Any]:
+    """The meshes of DTensors, in the order of the parameters: the same on every rank."""
+    return list(dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "placements")))
+
+
+def is_uneven(wrapper: DistributedDataParallel) -> bool:
+    """Whether a rank may be out of inputs. Stays set after ``Join``."""
+    is_enabled: bool = wrapper._join_config.enable
+    return is_enabled

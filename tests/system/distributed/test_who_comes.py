@@ -1,0 +1,328 @@
+"""No collective is entered to which a rank does not come: see Note [Who comes to a collective].
+
+Each test has a rank that does not come, and is ended after 30 s. The reference is torch's own loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from children import RANKS, everywhere, on_two_ranks
+from support import reset
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import prepared_shards, weights
+from versions import before_torch
+
+from accel_scaler import UnsupportedError, attach, detach
+
+LIMIT_S = 30
+SCALE = 256.0
+EXPLAINS: list[dict[str, Any]] = [
+    {},
+    {"find_overflow": "replay"},
+    {"find_overflow": "always", "heal": True},
+    {"on_overflow": "retry", "growth_interval": 3},
+]
+"""Settings with which ranks that overflow together tell each other of it."""
+ONLY_FP16 = ("heal", "on_overflow", "growth_interval")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def head() -> nn.Module:
+    torch.manual_seed(4 + dist.get_rank())
+    return nn.Linear(1, 1)
+
+
+def batch(number: int) -> Tensor:
+    seeded = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(4, 4, generator=seeded)
+
+
+def sgd(module: nn.Module) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+class Stock:
+    """torch's scaler where the loss is scaled; else a step is left out where a gradient is not
+    finite."""
+
+    def __init__(self, precision: str, settings: dict[str, Any]) -> None:
+        growth, is_scaled = settings.get("growth_interval", 2000), precision == "fp16"
+        self.scaler = torch.amp.GradScaler("cpu", SCALE, 2.0, 0.5, growth, enabled=is_scaled)
+        self.half = torch.autocast("cpu", torch.float16, enabled=is_scaled)
+        self.model: Any = DistributedDataParallel(net())
+        self.optimizer = sgd(self.model)
+
+    def add(self, module: nn.Module) -> tuple[Any, Any]:
+        """A module of this rank's own, and its optimizer."""
+        return module, sgd(module)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def step(self, *optimizers: Any) -> None:
+        for optimizer in optimizers:
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            is_fine = all(bool(p.grad.isfinite().all()) for p in params if p.grad is not None)
+            if self.scaler.is_enabled() or is_fine:
+                self.scaler.step(optimizer)
+        self.scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+class Ours:
+    def __init__(self, precision: str, settings: dict[str, Any]) -> None:
+        reset()
+        if precision == "fp16":
+            settings = {"init_scale": SCALE} | settings
+        else:
+            settings = {k: v for k, v in settings.items() if k not in ONLY_FP16}
+        self.accelerator: Any = attach(Accelerator(mixed_precision=precision), **settings)
+        module = net()
+        self.model, self.optimizer = self.accelerator.prepare(module, sgd(module))
+        self.half = torch.autocast("cpu", enabled=False)
+        self.backward = self.accelerator.backward
+
+    def add(self, module: nn.Module) -> tuple[Any, Any]:
+        return module, self.accelerator.prepare(sgd(module))
+
+    def step(self, *optimizers: Any) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    def finish(self) -> list[bool]:
+        """Which windows were skipped."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.abandon_window()
+        records = self.accelerator.scaler_history.records
+        detach(self.accelerator)
+        return [record.skipped for record in records]
+
+
+def loss_of(loop: Stock | Ours, number: int, then: Callable[[Tensor], Tensor] | None = None) -> Any:
+    with loop.half:
+        out = loop.model(batch(number))
+    out = out.float() if then is None else then(out.float())
+    return out.square().mean()
+
+
+def compared(
+    train: Callable[[Any], None], precision: str, settings: dict[str, Any], folder: Path
+) -> None:
+    """``train`` gives the same parameters in both loops, and ends on both ranks."""
+
+    def body() -> None:
+        stock, ours = Stock(precision, settings), Ours(precision, settings)
+        modules = [train(stock), train(ours)]
+        one, other = ([p.detach() for m in some for p in m.parameters()] for some in modules)
+        assert all(map(torch.equal, one, other))
+        ours.finish()
+
+    on_two_ranks(body, folder, LIMIT_S)
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
+@pytest.mark.parametrize("precision", ["fp16", "no"])
+def test_uneven_inputs(precision: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 0 overflows when rank 1 is out of inputs."""
+
+    def train(loop: Stock | Ours) -> Any:
+        with Join([loop.model]):
+            for number in range(6 if dist.get_rank() == 0 else 3):
+                loop.backward(loss_of(loop, number) * (torch.inf if number == 4 else 1.0))
+                loop.step(loop.optimizer)
+        return [loop.model]
+
+    compared(train, precision, settings, tmp_path)
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
+@pytest.mark.parametrize("precision", ["fp16", "no"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_parameters_that_a_rank_has_alone(
+    is_first: bool, precision: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """The head of rank 1 overflows, then the body of all; rank 0 steps its head every other time.
+
+    In fp16 the scales of the ranks differ from the first overflow on, as torch's do.
+    """
+
+    def train(loop: Stock | Ours) -> Any:
+        own, optimizer = loop.add(head())
+        for number in range(5):
+            loop.backward(loss_of(loop, number, own))
+            if number == 1 and dist.get_rank() == 1:
+                own.weight.grad.fill_(torch.inf)
+            if number == 3:
+                loop.model.module[0].weight.grad.fill_(torch.inf)
+                own.weight.grad.fill_(torch.inf if dist.get_rank() == 1 else 0.5)
+            chosen = [optimizer, loop.optimizer] if is_first else [loop.optimizer, optimizer]
+            if dist.get_rank() == 0 and number % 2:
+                chosen.remove(optimizer)
+                optimizer.zero_grad()
+            loop.step(*chosen)
+        return [loop.model, own]
+
+    if settings.get("on_overflow") == "retry":
+        # Gradients that a script has changed are not made again.
+        settings = settings | {"growth_headroom": False}
+    compared(train, precision, settings, tmp_path)
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
+def test_a_forward_that_passes_by_the_wrapper(settings: dict[str, Any], tmp_path: Path) -> None:
+    """DDP reduces nothing then: rank 1 overflows alone."""
+
+    def train(loop: Stock | Ours) -> Any:
+        for number in range(4):
+            with loop.half:
+                model = loop.model if number == 0 else loop.model.module
+                loss = model(batch(number)).float().square().mean()
+            bad = number == 2 and dist.get_rank() == 1
+            loop.backward(loss * (torch.inf if bad else 1.0))
+            loop.step(loop.optimizer)
+        return [loop.model]
+
+    compared(train, "fp16", settings | {"growth_interval": 2000}, tmp_path)
+
+
+@pytest.mark.parametrize("headroom", [True, False])
+def test_local_sgd_grows_alone(headroom: bool, tmp_path: Path) -> None:
+    """Rank 1 has skipped a window, so its growth is due when that of rank 0 is not."""
+
+    def body() -> None:
+        settings = {"on_overflow": "retry", "growth_interval": 3, "growth_headroom": headroom}
+        loop = Ours("fp16", settings)
+        with LocalSGD(loop.accelerator, model=loop.model, local_sgd_steps=4) as local:
+            for number in range(8):
+                bad = number == 1 and dist.get_rank() == 1
+                loop.backward(loss_of(loop, number) * (torch.inf if bad else 1.0))
+                loop.step(loop.optimizer)
+                local.step()
+        scales = [record.scale for record in loop.accelerator.scaler_history.records]
+        skips = loop.finish()
+        assert skips == [number == 1 and dist.get_rank() == 1 for number in range(8)]
+        assert (
+            scales
+            == [
+                [256.0] * 3 + [512.0] * 3 + [1024.0] * 2,
+                [256.0] * 2 + [128.0] * 3 + [256.0] * 3,
+            ][dist.get_rank()]
+        )
+        one, other = everywhere([p.detach() for p in loop.model.parameters()])
+        assert all(map(torch.equal, one, other))
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+def test_a_mesh_that_leaves_out_a_rank(tmp_path: Path) -> None:
+    """DTensors of one rank: it alone steps them, while the other one does nothing."""
+
+    def body() -> None:
+        meshes = [DeviceMesh("cpu", [rank]) for rank in range(RANKS)]
+        for settings in EXPLAINS:
+            reset()
+            if dist.get_rank() == 1:
+                continue
+            accelerator: Any = attach(
+                Accelerator(mixed_precision="fp16"), init_scale=4.0, **settings
+            )
+            module = nn.Linear(4, 1, bias=False)
+            whole = module.weight.detach().clone()
+            module.weight = nn.Parameter(distribute_tensor(whole, meshes[0], [Shard(0)]))
+            model = accelerator.prepare_model(module, evaluation_mode=True)
+            optimizer = accelerator.prepare_optimizer(torch.optim.SGD(module.parameters(), lr=0.5))
+            for factor in (1.0, torch.inf, 1.0):
+                accelerator.backward((model.weight * factor).sum().to_local())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert [r.skipped for r in accelerator.scaler_history.records] == [False, True, False]
+            assert torch.equal(weights(module.parameters()), (whole - 0.5 - 0.5).flatten())
+            detach(accelerator)
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+def test_ranks_that_agree_at_each_step_may_not_run_out_of_inputs(tmp_path: Path) -> None:
+    def body() -> None:
+        loop = Ours("fp16", {"sharded": True})
+        before = [p.detach().clone() for p in loop.model.parameters()]
+        with Join([loop.model]):
+            loop.backward(loss_of(loop, 0))
+            with pytest.raises(UnsupportedError, match="even_batches"):
+                loop.step(loop.optimizer)
+        assert all(map(torch.equal, before, loop.model.parameters()))
+        loop.finish()
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+def test_a_rank_that_skips_alone_says_so_once(tmp_path: Path) -> None:
+    """An overflow of parameters that DDP does not reduce; not one of those that it does."""
+
+    def body() -> None:
+        said: list[str] = []
+        logging.disable(logging.NOTSET)
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("accel_scaler").addHandler(handler)
+        loop = Ours("no", {})
+        own, optimizer = loop.add(head())
+        for number in range(4):
+            loop.backward(loss_of(loop, number, own) * (torch.inf if number == 0 else 1.0))
+            if number and dist.get_rank() == 1:
+                own.weight.grad.fill_(torch.inf)
+            loop.step(loop.optimizer, optimizer)
+            found = sum("sharded=True" in each for each in said)
+            # Its own are inf with those of the model, too.
+            assert found == 1
+        loop.finish()
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+def test_telemetry_of_one_rank(tmp_path: Path) -> None:
+    """Norms of shards are completed on all ranks, whoever reads them."""
+
+    def body() -> None:
+        reset()
+        path = tmp_path / "run.jsonl" if dist.get_rank() == 0 else None
+        accelerator: Any = attach(Accelerator(), sharded=True, telemetry=path and str(path))
+        model = prepared_shards(accelerator, plain := net(), *plain)
+        optimizer = accelerator.prepare_optimizer(sgd(plain))
+        for number in range(3):
+            accelerator.backward(model(batch(number)).square().mean())
+            norm = accelerator.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert everywhere(float(norm))[0] == float(norm)
+        detach(accelerator)
+
+    on_two_ranks(body, tmp_path, LIMIT_S)

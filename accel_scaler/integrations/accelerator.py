@@ -157,6 +157,17 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         with emulation, super().autocast(*args, **kwargs):
             yield
 
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Any, even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """As Accelerate's. In fp16 every rank leaves it with the scale of those that had the most
+        batches: the others have counted fewer windows towards growth."""
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+        if self._attachment is not None and self._attachment.scales:
+            self._attachment.share_scale()
+
     @untraced
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -166,6 +167,15 @@ class Attachment:
         is_same = len(set(gather_objects(wish, self.device))) == 1
         if self.explainer is not None:
             self.explainer.is_everywhere = is_same
+
+    def share_scale(self) -> None:
+        """Take the scale and the counters of the rank that has closed the most windows. A
+        collective, after ``Join``."""
+        if not self.scaler.ranks.are_uneven:
+            return
+        mine = self.scaler.window.index, self.scaler.read_state()
+        answers = gather_objects(mine, self.device)
+        self.scaler.write_state(max(answers, key=itemgetter(0))[1])
 
     def keep_fp32(self, state_dict: dict[str, Any]) -> None:
         """Run the modules in float32 that the saved run had healed.

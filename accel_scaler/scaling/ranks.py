@@ -12,6 +12,7 @@ that all do. All run on the training thread, in program order.
 | ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor, whatever their settings |
 | ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
 | ``gather_objects`` of what explains an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
+| ``gather_objects`` of the scales | as ``accelerator.join_uneven_inputs`` ends, in fp16 | all: ``Join`` ends for all of them together |
 | ``of_rank_0`` | by ``step_mode="auto"`` | the ranks of DDP or of the mesh; within ``Join`` not entered |
 
 Nothing is sent where the scale grows: under DDP each rank looks at the same gradients.
@@ -91,6 +92,11 @@ class Ranks:
         """It has stepped, or was skipped."""
         self._steps[optimizer] = self._forward
 
+    @property
+    def are_uneven(self) -> bool:
+        """A rank may be out of inputs."""
+        return any(map(_is_uneven, self._reduced))
+
     def has_parts(self, optimizer: Optimizer) -> bool:
         """Whether ranks have parts of its gradients."""
         return self.sharded or is_sharded(parameters_of(optimizer))
@@ -105,7 +111,7 @@ class Ranks:
             for wrapper in self._reduced
             if self._forwards.get(wrapper, 0) > last
             and is_worldwide(wrapper)
-            and not is_uneven(wrapper)
+            and not _is_uneven(wrapper)
         ]
         return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
 
@@ -153,7 +159,7 @@ class Ranks:
         """
         if not has_ranks() or not self.has_parts(optimizer):
             return found_inf
-        if any(map(is_uneven, self._reduced)):
+        if self.are_uneven:
             raise UnsupportedError(
                 "Join (join_uneven_inputs) beside sharded=True or DTensors: ranks agree at each "
                 "step, and one that is out of inputs steps no more, so the others would wait for "
@@ -176,7 +182,7 @@ def _meshes(parameters: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "placements")))
 
 
-def is_uneven(wrapper: DistributedDataParallel) -> bool:
+def _is_uneven(wrapper: DistributedDataParallel) -> bool:
     """Whether a rank may be out of inputs. Stays set after ``Join``."""
     is_enabled: bool = wrapper._join_config.enable
     return is_enabled

@@ -269,6 +269,30 @@ def test_a_mesh_that_leaves_out_a_rank(tmp_path: Path) -> None:
     on_two_ranks(body, tmp_path, LIMIT_S)
 
 
+def test_ranks_leave_join_with_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was out of inputs has counted fewer windows. Growth in the second epoch would
+    come one after the other, and DDP would average gradients of two scales."""
+
+    def body() -> None:
+        loop = Ours("fp16", {"growth_interval": 4})
+        monkeypatch.setattr(Accelerator, "multi_device", True)  # else Accelerate takes no Join
+        for _ in range(2):
+            with loop.accelerator.join_uneven_inputs([loop.model], even_batches=False):
+                for number in range(6 if dist.get_rank() == 0 else 3):
+                    loop.backward(loss_of(loop, number))
+                    loop.step(loop.optimizer)
+        one, other = everywhere(loop.accelerator.scaler.state_dict())
+        assert one == other
+        scales = [record.scale for record in loop.accelerator.scaler_history.records]
+        two_epochs = [256.0] * 4 + [512.0] * 4 + [1024.0] * 4
+        assert scales == (
+            two_epochs if dist.get_rank() == 0 else [256.0] * 3 + [512.0] * 2 + [1024.0]
+        )
+        loop.finish()
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
 def test_ranks_that_agree_at_each_step_may_not_run_out_of_inputs(tmp_path: Path) -> None:
     def body() -> None:
         loop = Ours("fp16", {"sharded": True})

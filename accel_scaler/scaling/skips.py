@@ -30,6 +30,8 @@ class SkipStreak:
         self.cause: Callable[[], str] = str
         """Set by an observer: returns where the overflows begin and what helps; "": not known."""
         self._warns_at = 0
+        self._is_told = False
+        """Where nothing is scaled: the first skip was logged."""
         self._forget()
 
     def __getstate__(self) -> dict[str, object]:
@@ -41,7 +43,8 @@ class SkipStreak:
         return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
 
     def check(self, skips: int, get_scale: Callable[[], float] | None) -> None:
-        """Log a warning of a long run; raise ``OverflowStreakError`` for one over its limit.
+        """Log a warning of a long run, and of the first skip where nothing is scaled, since then it
+        is no search for a scale; raise ``OverflowStreakError`` for one over its limit.
 
         Args:
             skips: windows in a row that were skipped; 0: the run is over.
@@ -60,6 +63,10 @@ class SkipStreak:
             end = f"the run ends after {limit}" if limit is not None else "the run goes on"
             text = "%s skipped in a row; %s (max_consecutive_skips=%s). %s"
             logger.warning(text, counted(skips, "window"), end, limit, self._describe(get_scale))
+        elif get_scale is None and not self._is_told:
+            self._is_told = True
+            text = "a window was skipped, as step_was_skipped says (logged once). %s"
+            logger.warning(text, self._describe(get_scale))
 
     def _describe(self, get_scale: Callable[[], float] | None) -> str:
         names = [] if self.origin else [name for name, _ in self.names.most_common()]

@@ -34,6 +34,22 @@ def test_a_run_without_a_limit_is_warned_of_ever_more_rarely(
     assert warned_at(streak, range(1, 40), caplog) == [WARNS_AT]
 
 
+def test_where_nothing_is_scaled_the_first_skip_is_an_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is no search for a scale."""
+    streak = SkipStreak(None)
+    streak.names.update(["layer3"])
+    for skips in (1, 2, 0, 1):
+        streak.check(skips, None)
+    (text,) = caplog.messages
+    assert "layer3" in text
+    assert "scale" not in text
+    with pytest.raises(OverflowStreakError):
+        SkipStreak(0).check(1, None)
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize(("limit", "at"), [(1, 1), (3, 1), (9, 3)])
 def test_a_run_with_a_limit_is_warned_of_at_a_third_and_ends_after_it(
     limit: int, at: int, caplog: pytest.LogCaptureFixture

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isinf
+from math import isfinite, isinf
 from typing import TypeVar
 
 import torch
@@ -267,12 +267,13 @@ class OverflowCheck:
         record = self.scaler.record_of(optimizer)
         if record.norm is None:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
-            norm = self.scaler.window.grad_norms.of(params) if params else 0.0
-            if norm is None:
-                norm = float(total_norm(params, 2.0))
+            taken = self.scaler.window.grad_norms.of(params) if params else 0.0
+            norm = float(total_norm(params, 2.0)) if taken is None else taken
             if self.scaler.ranks.sharded and not is_sharded(params):
                 norm = add_norms(norm, self.device)
             record.norm = norm
+            if taken is None and isfinite(norm):
+                self.scaler.window.grad_norms.add(GradNorm(params, norm))
         return record.norm
 
     def forget(self, optimizer: Optimizer) -> None:

@@ -27,6 +27,7 @@ from ..scaling import (
     gather_objects,
     gradients_of,
     has_ranks,
+    is_rank_0,
     is_sharded,
     local,
     parameters_of,
@@ -201,14 +202,16 @@ class OverflowExplainer(Observer):
         if self._in_a_row == 1:
             self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
-        answers = self._gather((self._in_a_row, self.finder is not None))
-        self._in_a_row = max(in_a_row for in_a_row, _ in answers)
-        if self.finder is None and any(watches for _, watches in answers):
+        answers = self._gather((self._in_a_row, self.finder is not None, window.losses.bad()))
+        self._in_a_row = max(in_a_row for in_a_row, _, _ in answers)
+        window.bad_losses = sum(bad for _, _, bad in answers)
+        if self.finder is None and any(watches for _, watches, _ in answers):
             self._start_watching("another rank could not run it again" if self.recording else "")
         origin = self._explain(window) if self.how != "off" else None
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
-            logger.warning("window %d overflowed: %s", window.index, origin.text)
+            if self._speaks:
+                logger.warning("window %d overflowed: %s", window.index, origin.text)
         if self.healer is not None:
             self._heal(self.healer, window, origin)
 
@@ -474,7 +477,7 @@ class OverflowExplainer(Observer):
             return
         if found.where:  # else it cannot be run again
             window.healed = healer.heal(self.models, found, at_scale_1)
-        if window.healed:
+        if window.healed and self._speaks:
             logger.warning(
                 "window %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "
                 "parameters in all)",
@@ -507,6 +510,11 @@ class OverflowExplainer(Observer):
             logger.warning("%s", message)
 
     # What ranks tell each other: nothing, unless they explain together.
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank logs what all have found."""
+        return not self._is_together or is_rank_0()
 
     def _gather(self, value: T) -> list[T]:
         """``value`` of every rank, or of this one alone."""

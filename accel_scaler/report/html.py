@@ -148,7 +148,8 @@ def _when(moment: float) -> str:
 def _verdict(run: Run) -> str:
     is_bad = any(finding.level == "bad" for finding in find(run))
     level = "note" if not run.windows else "bad" if is_bad else "good"
-    word = f'<span class="word">{WORDS[level]}</span>'
+    # That nothing was found wrong does not mean that the run is fine.
+    word = "" if level == "good" else f'<span class="word">{WORDS[level]}</span>'
     return f'<p class="verdict {level}">{word}{escape(verdict(run, is_file=True))}</p>'
 
 

@@ -232,6 +232,8 @@ class Window:
         self.owners: tuple[object, dict[int, list[int]]] | None = None
         """See :meth:`.OverflowCheck.owners`."""
         self.losses = Losses()
+        self.bad_losses: int | None = None
+        """How many losses of all ranks were inf or NaN, once they have told each other."""
         self.grad_norms = GradNorms()
         self.clipped_values = False
         """Elements of some gradients were clipped: how large they were is not known."""

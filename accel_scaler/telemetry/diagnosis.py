@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Literal
 
 from .record import End, Record, Start
@@ -21,11 +22,19 @@ from the usual 65536 to 1."""
 FAILING = 5
 """As ``STUCK``, for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
-"""A run trained in part if more than this share of its windows was skipped in the middle."""
+"""A run stepped in part if more than this share of its windows was skipped in the middle."""
+ENDS = 5
+"""Losses at each end of a session whose medians are compared: two odd batches do not move them."""
+FAR = 10.0
+"""The last losses are far above the first if they are so many times as large. Sums of losses rise
+several times in runs that are well: a GAN's, or one with a term whose weight grows."""
+KEPT_NORMS = 20
+"""How many of the last norms are kept for their median."""
 
-Kind = Literal["untrained", "stuck", "diverged", "partly", "trained"]
+Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
 """``untrained``: every window was skipped. ``stuck``: every one at the end. ``diverged``: the loss
-is inf or NaN now. ``partly``: many windows were skipped in the middle of training."""
+is inf or NaN now, or far above its first values. ``partly``: many windows were skipped in the
+middle of training. ``stepped``: none of these; what the steps were good for is not known."""
 SkipKind = Literal["spike", "forward", "search", "growth", "other"]
 
 
@@ -61,6 +70,23 @@ class Session:
     seconds: float = 0.0
     ended: bool = False
     error: str | None = None
+    first_losses: list[float] = field(default_factory=list)
+    last_losses: deque[float] = field(default_factory=lambda: deque(maxlen=ENDS))
+    lowest_loss: float = math.inf
+
+    def add_loss(self, loss: float | None) -> None:
+        """Take a loss into account if it is known and finite."""
+        if loss is not None and math.isfinite(loss):
+            self.first_losses += [loss] * (len(self.first_losses) < ENDS)
+            self.last_losses.append(loss)
+            self.lowest_loss = min(self.lowest_loss, loss)
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the last losses are far above the first; False where one was not above 0, since
+        no ratio says then what is far."""
+        first, last = self.first_losses, self.last_losses
+        return 0 < self.lowest_loss < math.inf and median(last) > FAR * median(first)
 
 
 class Diagnosis:
@@ -101,13 +127,16 @@ class Diagnosis:
         self.overflowed: tuple[str, ...] = ()
         """Names of the first few tensors of the last overflow."""
         self.bad = Span()
-        """Windows with an inf or NaN loss, or stepped with such a norm, but not healed ones."""
+        """Windows with inf or NaN in the loss or forward, or stepped with such a norm; not healed
+        ones."""
         self.bad_steps = Span()
         """Those of ``bad`` that were stepped."""
         self.bad_at_end = 0
-        """Windows in a row, up to the last one, that are bad or overflowed in the forward."""
+        """Windows in a row, up to the last one, that are bad."""
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
+        self.last_norms: deque[float] = deque(maxlen=KEPT_NORMS)
+        """The last finite norms."""
         self.largest: tuple[float, int] | None = None
         """The largest gradient that was measured last, unscaled, and the window's x."""
         self.healed: dict[str, int] = {}
@@ -156,6 +185,7 @@ class Diagnosis:
         self.overflowed = record.overflowed or self.overflowed
         if record.largest_gradient is not None and record.scale > 0:
             self.largest = (record.largest_gradient / record.scale, x)
+        session.add_loss(record.loss)
         self._add_norm(x, record)
         self._add_scale(x, record)
         for name in record.healed:
@@ -166,15 +196,16 @@ class Diagnosis:
     def _add_norm(self, x: int, record: Record) -> None:
         norm = record.grad_norm
         is_finite = norm is None or math.isfinite(norm)
-        if norm is not None and is_finite and norm > (self.highest or (-1.0, 0))[0]:
-            self.highest = (norm, x)
-        is_bad = record.has_bad_loss or not (is_finite or record.skipped)
-        if is_bad and not record.healed:
+        if norm is not None and is_finite:
+            self.last_norms.append(norm)
+            self.highest = max(self.highest or (-1.0, 0), (norm, x), key=lambda found: found[0])
+        is_bad = failed_in_forward(record) or not (is_finite or record.skipped)
+        is_bad = is_bad and not record.healed
+        if is_bad:
             self.bad.include(x)
             if not record.skipped:
                 self.bad_steps.include(x)
-        failed = (is_bad or failed_in_forward(record)) and not record.healed
-        self.bad_at_end = self.bad_at_end + 1 if failed else 0
+        self.bad_at_end = self.bad_at_end + 1 if is_bad else 0
 
     def _add_scale(self, x: int, record: Record) -> None:
         scale, after = record.scale, record.next_scale
@@ -234,10 +265,10 @@ class Diagnosis:
             return "untrained"
         if self.is_stuck:
             return "stuck"
-        if self.bad_at_end and not self.streak:
+        if (self.bad_at_end and not self.streak) or self.sessions[-1].has_risen:
             return "diverged"
         lost = self.kinds["other"] + self.kinds["forward"]
-        return "partly" if lost > MANY_SKIPPED * self.windows and not self.healed else "trained"
+        return "partly" if lost > MANY_SKIPPED * self.windows and not self.healed else "stepped"
 
     def place(self, x: int) -> str:
         """``step 410``, or ``step 12 of session 2`` where there are several."""

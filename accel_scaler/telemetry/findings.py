@@ -11,6 +11,7 @@ import math
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from statistics import median
 from typing import Any, Literal, get_args
 
 from ..console import counted, number, percent, written
@@ -32,13 +33,14 @@ class Finding:
 
 def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
     """Everything found in a run, and the findings in ``more``: bad ones first."""
-    found = (*more, *(rule(run) for rule in (streak, healed, loss, overflow, skips)))
+    found = (*more, *(rule(run) for rule in (streak, healed, loss, rise, overflow, skips)))
     return sorted(filter(None, found), key=lambda finding: get_args(Level).index(finding.level))
 
 
 def verdict(run: Diagnosis, is_file: bool = False) -> str:
-    """Whether the run trained, what stopped it, what to do: a few sentences. Of a file the run is
-    over or was killed, so how it ended is part of them."""
+    """How many windows stepped, the course of the loss where it is known, what went wrong and what
+    to do: a few sentences. Of a file the run is over or was killed, so how it ended is part of
+    them."""
     counts, others = skips(run), [f for f in diagnose(run) if f != skips(run)]
     problem = next((f for f in others if f.level == "bad" or run.kind == "partly"), None)
     last_good = run.place(max(run.last_x - run.streak, 0)) if run.sessions else ""
@@ -46,10 +48,14 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
         "untrained": "Nothing was trained",
         "stuck": f"Did not train past {last_good}",
         "diverged": "Diverged",
-        "partly": "Trained in part",
-        "trained": "Trained" if problem is None else "Trained with a problem",
+        "partly": "Stepped in part",
+        "stepped": "" if problem is None else "With a problem",
     }[run.kind]
-    sentences = [f"{head}: {counts.title[:1].lower()}{counts.title[1:]}"]
+    sentences = [f"{head}: {counts.title[:1].lower()}{counts.title[1:]}" if head else counts.title]
+    if run.skips < run.windows and (last := run.sessions[-1]).first_losses:
+        ends = last.first_losses[0], last.lowest_loss, last.last_losses[-1]
+        which = " of the last session" * (len(run.sessions) > 1)
+        sentences.append("Loss{}: first {}, lowest {}, last {}.".format(which, *map(number, ends)))
     for finding in (problem, healed(run)):
         if finding is not None:
             sentences.append(f"{finding.title} {finding.text}".rstrip())
@@ -60,7 +66,7 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
 def is_well(run: Diagnosis) -> bool:
     """Whether nothing is to be done, so that nobody needs to read the verdict."""
     is_bad = any(finding.level == "bad" for finding in diagnose(run))
-    return run.kind == "trained" and not (run.healed or is_bad)
+    return run.kind == "stepped" and not (run.healed or is_bad)
 
 
 def ending(run: Diagnosis) -> Finding | None:
@@ -100,15 +106,27 @@ def cause_of_skips(run: Diagnosis) -> str:
     if _is_search(run):
         return f"Train for longer, or begin there: {as_set(run, 'init_scale', run.last_scale)}."
     if run.last_kind == "spike":
-        return (
-            "The gradient norm is a spike. Look at the data of these windows, or raise "
-            "skip_norm_above."
-        )
+        limit, norms = run.settings.get("skip_norm_above"), run.last_norms
+        data = "Look at the data of these windows, or raise skip_norm_above."
+        if limit is None or not norms:
+            return f"The gradient norm is a spike. {data}"
+        middle, given = median(norms), as_set(run, "skip_norm_above", limit)
+        text = f"The gradient norm is above {given}, and the median of the last "
+        text += f"{counted(len(norms), 'norm')} is {number(middle)}. "
+        if not isinstance(limit, (int, float)) or middle <= limit:
+            return text + data
+        factor = as_set(run, "skip_norm_above", "4x")
+        return text + f"To skip spikes alone, set {factor}: four times the running median."
     return _cause(run, run.last_x - run.streak)
 
 
 def _is_search(run: Diagnosis) -> bool:
-    return run.streak == run.windows == run.kinds["search"]
+    """Too large a number overflows to inf. Where finite ones were seen to make a NaN, no scale
+    helps."""
+    first = run.first[1] if run.first else {}
+    seen = (*(first.get("input") or ()), *(first.get("output") or ()))
+    has_nan = any(math.isnan(float(each)) for each in seen)  # in a live record it is a text
+    return run.streak == run.windows == run.kinds["search"] and not has_nan
 
 
 def _cause(run: Diagnosis, before: int) -> str:
@@ -190,15 +208,22 @@ def healed(run: Diagnosis) -> Finding | None:
 
 
 def loss(run: Diagnosis) -> Finding | None:
-    """The loss was inf or NaN, or the norm of a step was."""
+    """The loss or the forward was inf or NaN, on some rank, or the norm of a step was."""
     if not run.bad.count:
         return None
     if run.is_scaled or not run.bad_steps.count:
-        title = f"The loss itself was inf or NaN in {_windows_of(run, run.bad)}."
+        title = f"The forward or the loss was inf or NaN in {_windows_of(run, run.bad)}."
         title += " No scale helps." * run.is_scaled
         return Finding("bad", title, _cause(run, run.bad.first_x - 1))
     title = f"The loss or the gradient norm was inf or NaN in {_windows_of(run, run.bad_steps)}."
     return Finding("bad", title, "Each step was taken. Resume from a checkpoint before them.")
+
+
+def rise(run: Diagnosis) -> Finding | None:
+    if run.skips == run.windows or not run.sessions[-1].has_risen:
+        return None
+    text = "A lower learning rate or a longer warm-up may help. Resume from a checkpoint before it."
+    return Finding("bad", "The loss rose far above its first values.", text)
 
 
 def _windows_of(run: Diagnosis, span: Span) -> str:

@@ -9,7 +9,7 @@ from collections import deque
 from copy import deepcopy
 from dataclasses import replace
 
-from ..console import counted, number
+from ..console import number
 from .diagnosis import Diagnosis, headroom
 from .findings import cause_of_skips, is_well, verdict
 from .record import Record, Start
@@ -74,16 +74,13 @@ class History:
         return found
 
     def summary(self) -> str:
-        """A few lines of text: verdict, skips, scale, largest norm, the last overflow."""
+        """A few lines of text: verdict, scale, largest norm, the last overflow."""
         if not self.records:
             return "scaler: no window has closed yet"
         run, names = self.diagnosis(), self.last_overflow()
         norm = run.highest and run.highest[0]
-        scaled = [
-            f"scaler: {counted(self.boundaries, 'window')}, {run.skips} skipped",
-            f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now",
-        ]
-        lines = [verdict(run), *scaled * self.is_scaled]
+        scale = f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now"
+        lines = [verdict(run), *[scale] * self.is_scaled]
         lines += [f"largest finite gradient norm: {'not taken' if norm is None else f'{norm:.4g}'}"]
         what = "overflow" if self.is_scaled else "inf or NaN"
         return "\n".join(lines + [f"last {what} seen in: {', '.join(names)}"] * bool(names))

@@ -67,9 +67,10 @@ class Record:
     loss: float | None = None
     """The unscaled loss on this rank: the sum of all in the window, each divided by the
     accumulation steps, so the mean over micro-batches. None where a loss is no single real number.
-    Only with ``telemetry``; on a device, where no norm was read, known with the next window."""
+    On a device only with ``telemetry``; where no norm was read, known with the next window."""
     loss_nonfinite: int = 0
-    """How many of its losses were inf or NaN; counted after an overflow only."""
+    """How many of its losses were inf or NaN; counted after an overflow only. Where ranks have
+    overflowed together, of the losses on all of them."""
     names: Names = ()
     """Parameter names, in the order of ``norms``. The file has them in a line of their own."""
     norms: tuple[float, ...] | None = None

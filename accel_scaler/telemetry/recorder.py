@@ -113,6 +113,7 @@ class Recorder(Observer):
         before_close = window.before
         assert before_close is not None
         found_inf = window.found_inf or not norms.are_finite  # also where that is not checked
+        bad = window.bad_losses if found_inf else 0
         max_norm, coefficient = norms.clip
         overflowed = [name for each in window.states.values() for name in each.names]
         if self._open is not None and self._open.record.index != index:
@@ -139,9 +140,9 @@ class Recorder(Observer):
             retries=window.retries,
             first_scale=window.first_scale if window.retries else None,
             retry_us=round(window.retry_s * 1e6) if window.retries else None,
-            loss=losses.total() if self.wants_each_norm and losses.is_there else None,
+            loss=losses.total() if losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
-            loss_nonfinite=losses.bad() if found_inf else 0,
+            loss_nonfinite=losses.bad() if bad is None else bad,
             step_mode=mode,
             mode_seconds=seconds,
             **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,8 +178,36 @@ def test_too_many_skips_end_the_run_in_every_precision() -> None:
         train("bf16", {"max_consecutive_skips": 1}, factors={2: NAN, 4: NAN, 5: NAN})
     assert "Step 4: loss (float32), micro-batch 0: holds nan" in str(caught.value)
     assert "scale" not in str(caught.value)
-    with pytest.raises(OverflowStreakError, match="The gradient norm is a spike"):
-        train("bf16", {"max_consecutive_skips": 1, "skip_norm_above": 1e-9})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no", "fp16"])
+def test_of_a_limit_below_every_norm_the_norms_are_told(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"max_consecutive_skips": 7, "skip_norm_above": 1e-3}
+    settings |= {"init_scale": 1024.0} if precision == "fp16" else {}
+    still = train(precision, settings | {"max_consecutive_skips": None})
+    norms = [r.grad_norm for r in still.records]
+    with pytest.raises(OverflowStreakError) as caught:
+        train(precision, settings, windows=9)
+    for text, count in ((str(caught.value), 8), (caplog.messages[-2], 2)):
+        middle = f"{statistics.median(norms[:count]):.4g}"
+        assert (
+            f"skip_norm_above=0.001, and the median of the last {count} norms is {middle}" in text
+        )
+        assert "set skip_norm_above='4x'" in text
+
+
+@PRECISIONS
+@pytest.mark.parametrize("limit", [None, 40.0])
+def test_the_first_skip_is_told(
+    precision: str, limit: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    factors = {2: NAN, 4: NAN} if limit is None else {2: 1e4, 4: 1e4}
+    assert sum(train(precision, {"skip_norm_above": limit}, factors=factors).skipped) == 2
+    told = [text for text in caplog.messages if "window was skipped" in text]
+    assert len(told) == 1
+    assert ("0.weight" in told[0], "skip_norm_above=40.0" in told[0]) == (not limit, bool(limit))
 
 
 # What stock loops do where nothing is scaled, and no random history does.

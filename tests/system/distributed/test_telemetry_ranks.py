@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from versions import before_torch
 
 from accel_scaler import GradScaler, ScalerConfig, attach, detach
 from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.report.findings import find as find_all
+from accel_scaler.report.reader import read_run
+from accel_scaler.telemetry import verdict
 from accel_scaler.telemetry.recorder import make_recorder
 
 WINDOWS = 5
@@ -82,11 +87,54 @@ def test_rank_0_writes_and_with_its_place_in_the_path_each_rank(mode: str, tmp_p
         assert [line["scale"] for line in found] == [1024.0] * 3 + [512.0] * 2
         # DDP has summed the gradients: rank 0 sees what they are.
         assert [bool(line.get("overflowed")) for line in found] == SKIPPED
-        # Only the rank whose loss was bad says so.
-        bad = [line.get("loss_nonfinite", 0) for line in found]
-        assert bad == [int(skipped and rank == 1) for skipped in SKIPPED]
+        # The loss of rank 1 was bad, and that is the run's.
+        assert [line.get("loss_nonfinite", 0) for line in found] == list(map(int, SKIPPED))
         for line, norm in zip(found, norms, strict=True):
             assert line["grad_norm"] in ((None, "inf") if line["skipped"] else (norm,))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("find", ["auto", "replay"])
+def test_what_rank_1_saw_rank_0_says_in_log_and_report(
+    precision: str, find: Any, tmp_path: Path
+) -> None:
+    """A NaN in its batch; by default the module is not searched for, but the loss is known."""
+
+    def body() -> None:
+        logging.getLogger("accel_scaler").addHandler(logging.StreamHandler(sys.stdout))
+        path = tmp_path / "run.jsonl"
+        scale: Any = {"init_scale": 1024.0} if precision == "fp16" else {}
+        accelerator: Any = attach(
+            Accelerator(cpu=True, mixed_precision=precision),
+            ScalerConfig(
+                telemetry=str(path) if find == "replay" else None, find_overflow=find, **scale
+            ),
+        )
+        plain = mlp()
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for window in range(10):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(window))
+            if (window, accelerator.process_index) == (OVERFLOW, 1):
+                x[0] = float("nan")
+            accelerator.backward(model(x).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        bad = [r.loss_nonfinite for r in accelerator.scaler_history.records]
+        assert bad == [int(window == OVERFLOW) for window in range(10)]
+        detach(accelerator)
+
+    on_two_ranks(body, tmp_path)
+    first, other = ((tmp_path / f"rank{rank}.txt").read_text() for rank in range(RANKS))
+    (said,) = [line for line in first.splitlines() if "With a problem: 10 windows, " in line]
+    assert f"1 window (step {OVERFLOW})" in said
+    assert "With a problem" not in other
+    where = [line for line in (first + other).splitlines() if f"window {OVERFLOW} over" in line]
+    assert len(where) == (find == "replay")
+    if where:
+        run = read_run(tmp_path / "run.jsonl")
+        for text in (where[0], said, verdict(run, is_file=True)):
+            assert "(rank 1)" in text
+        assert find_all(run)[0].level == "bad"
 
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")

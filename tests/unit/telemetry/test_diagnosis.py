@@ -14,7 +14,7 @@ from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
 from accel_scaler.telemetry.diagnosis import STUCK, Kind
-from accel_scaler.telemetry.findings import overflow, skips, streak
+from accel_scaler.telemetry.findings import is_well, overflow, rise, skips, streak
 from accel_scaler.telemetry.record import FORMAT, decode, encode_line, encode_window
 
 INF, NAN = math.inf, math.nan
@@ -116,7 +116,7 @@ def above(limit: float) -> Callable[[int, float], bool]:
 
 
 CASES: dict[str, Case] = {
-    "normal": case("trained"),
+    "normal": case("stepped"),
     "every second batch NaN": case("partly", (50, 0, 0, 0), loss=lambda i: 4.0 if i % 2 else NAN),
     "every second batch NaN, no loss on record": case(
         "partly", (0, 16, 0, 34), overflows=lambda i, _: i % 2 == 0, loss=unknown
@@ -129,22 +129,22 @@ CASES: dict[str, Case] = {
         loss=unknown,
     ),
     "a NaN batch in the middle": case(
-        "trained", (1, 0, 0, 0), loss=lambda i: NAN if i == 50 else 2
+        "stepped", (1, 0, 0, 0), loss=lambda i: NAN if i == 50 else 2.0
     ),
     "one overflow, no loss on record": case(
-        "trained", (0, 0, 0, 1), overflows=lambda i, _: i == 50, loss=unknown
+        "stepped", (0, 0, 0, 1), overflows=lambda i, _: i == 50, loss=unknown
     ),
-    "three overflows, then none": case("trained", (0, 3, 0, 0), overflows=above(8192)),
-    "from 2**24": case("trained", (0, 21, 0, 0), overflows=above(8), init_scale=2.0**24),
+    "three overflows, then none": case("stepped", (0, 3, 0, 0), overflows=above(8192)),
+    "from 2**24": case("stepped", (0, 21, 0, 0), overflows=above(8), init_scale=2.0**24),
     "batches differ while it settles": case(
-        "trained", (0, 5, 0, 0), overflows=lambda i, _: i in (0, 1, 2, 6, 17)
+        "stepped", (0, 5, 0, 0), overflows=lambda i, _: i in (0, 1, 2, 6, 17)
     ),
-    "not yet settled": case("trained", (0, 5, 0, 0), windows=10, overflows=above(2048)),
+    "not yet settled": case("stepped", (0, 5, 0, 0), windows=10, overflows=above(2048)),
     "nothing went well yet": case(
         "untrained", (0, 20, 0, 0), windows=20, overflows=above(0), init_scale=2.0**24
     ),
     "every growth overflows": case(
-        "trained", (0, 0, 20, 0), windows=420, overflows=above(65536), growth_interval=20
+        "stepped", (0, 0, 20, 0), windows=420, overflows=above(65536), growth_interval=20
     ),
     "all skipped": case("untrained", (0, 16, 0, 84), overflows=above(0), loss=unknown),
     "all skipped for a loss of NaN": case("untrained", (100, 0, 0, 0), loss=lambda _: NAN),
@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
         "untrained", (0, 2, 0, 98), overflows=above(0), min_scale=16384.0, loss=unknown
     ),
     "resumed, one overflow": case(
-        "trained", (0, 0, 0, 1), overflows=lambda i, _: i == 3, growth_tracker=700
+        "stepped", (0, 0, 0, 1), overflows=lambda i, _: i == 3, growth_tracker=700
     ),
     "stuck": case("stuck", (0, 0, 0, 40), overflows=lambda i, _: i >= 60),
     "NaN, skipped": case("stuck", (10, 0, 0, 0), loss=lambda i: 4.0 if i < 90 else NAN),
@@ -160,7 +160,17 @@ CASES: dict[str, Case] = {
     "the norm becomes NaN": case(
         "diverged", overflows=lambda i, _: i >= 97, loss=unknown, scaled=False
     ),
-    "neither loss nor norm on record": case("trained", loss=unknown, knows_norms=False),
+    "the loss rises from 4 to 20,000": case(
+        "diverged", windows=12, loss=lambda i: 4.0 * 5000 ** (i / 11)
+    ),
+    "it does not move": case("stepped", loss=lambda i: 4.0),
+    "it rises some times over": case("stepped", loss=lambda i: 4.0 + i / 4),
+    "two odd batches at the end": case("stepped", loss=lambda i: 4.0 if i < 98 else 1e5),
+    "it rises from below 0, where no ratio tells": case("stepped", loss=lambda i: i - 1.0),
+    "it rises while nothing is stepped": case(
+        "untrained", (0, 12, 0, 0), windows=12, overflows=above(0), loss=lambda i: 4.0**i
+    ),
+    "neither loss nor norm on record": case("stepped", loss=unknown, knows_norms=False),
 }
 
 
@@ -184,9 +194,14 @@ def test_the_history_and_the_file_find_the_same_and_the_right(name: str, tmp_pat
     assert found.windows == course.windows
     text = verdict(run, is_file=True)
     assert text == verdict(history.diagnosis())
-    starts = {"trained": "Trained", "partly": "Trained in part", "diverged": "Diverged"}
+    starts = {
+        "stepped": f"{course.windows} windows, ",
+        "partly": "Stepped in part: ",
+        "diverged": "Diverged: ",
+    }
     starts |= {"stuck": "Did not train past", "untrained": "Nothing was trained"}
-    assert text.startswith(starts[kind]), text
+    is_fine = kind == "stepped" and text.startswith("With a problem: ")
+    assert is_fine or text.startswith(starts[kind]), text
     # Half a line at the end is a file of the windows before.
     count = len(records) // 2
     path.write_text("\n".join(course.lines(records[: count + 1]))[:-20])
@@ -201,8 +216,8 @@ def test_a_run_that_goes_on_has_a_search_a_loss_and_a_streak_of_its_own(tmp_path
     resumed = replace(fresh, overflows=lambda i, _: i == 3, init_scale=8192.0, growth_tracker=97)
     path = tmp_path / "run.jsonl"
     cases: list[tuple[Course, Kind, Counts]] = [
-        (fresh, "trained", (0, 5, 0, 0)),
-        (resumed, "trained", (0, 3, 0, 1)),
+        (fresh, "stepped", (0, 5, 0, 0)),
+        (resumed, "stepped", (0, 3, 0, 1)),
         (replace(fresh, overflows=lambda i, _: i >= 30), "stuck", (0, 3, 0, 70)),
     ]
     for second, kind, expected in cases:
@@ -350,14 +365,15 @@ def test_without_a_report_of_the_finder_the_names_of_tensors_are_used() -> None:
 
 def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> None:
     short = replace(STREAK, windows=40 + STUCK - 1)
-    assert verdict(diagnosed(short)).startswith("Trained in part")
+    assert verdict(diagnosed(short)).startswith("Stepped in part: ")
     few = replace(STREAK, windows=42)
     ended = verdict(diagnosed(few, "OverflowStreakError: 2 in a row."), is_file=True)
     assert ended.startswith("Did not train past step 39: 42 windows, 2 skipped")
     assert ended.endswith("step 41: OverflowStreakError: 2 in a row.")
     cut = verdict(diagnosed(few, "StepError: " + 300 * "x"), is_file=True)
     assert cut.endswith("StepError: " + 189 * "x" + "...")
-    assert verdict(diagnosed(few, "StepError: it broke"), is_file=True).startswith("Trained:")
+    broken = verdict(diagnosed(few, "StepError: it broke"), is_file=True)
+    assert broken.startswith("42 windows, 2 skipped")
 
 
 def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
@@ -375,20 +391,68 @@ def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
 
 def test_what_else_the_verdict_says() -> None:
     assert verdict(History().diagnosis()).startswith("Nothing was trained")
-    assert verdict(diagnosed(Course())) == "Trained: 100 windows, none skipped."
-    skips = verdict(diagnosed(Course(420, above(8192), growth_interval=60)))
+    told = "100 windows, none skipped. Loss: first 4, lowest 1.03, last 1.03."
+    assert verdict(diagnosed(Course())) == told
+    silent = diagnosed(Course(loss=unknown))
+    assert verdict(silent) == "100 windows, none skipped."
+    assert is_well(silent)
+    skips = verdict(diagnosed(Course(420, above(8192), unknown, growth_interval=60)))
     assert skips.endswith("(2.1 %): 3 while the scale settled, 6 after the scale had grown."), skips
     plain = Course(7, scaled=False)
-    assert verdict(diagnosed(plain)) == "Trained: 7 windows, none skipped."
+    assert verdict(diagnosed(plain)).startswith("7 windows, none skipped. Loss: first 4, ")
     bad = verdict(diagnosed(replace(plain, overflows=lambda i, _: i == 3, loss=unknown)))
-    assert bad.startswith("Trained with a problem: 7 windows, none skipped.")
+    assert bad.startswith("With a problem: 7 windows, none skipped.")
     assert "1 window (step 3)" in bad
     fell = Course(overflows=lambda i, _: 40 <= i < 46, loss=unknown)
     assert "6 windows (step 40 to step 45)" in verdict(diagnosed(fell))
     floor = verdict(diagnosed(replace(fell, min_scale=1024.0)))
     assert "min_scale = 1024 (step 45)" in floor
     partly = Course(overflows=lambda i, _: i >= 40 and i % 5 == 0, loss=unknown)
-    assert verdict(diagnosed(partly)).startswith("Trained in part: 100 windows, 12 skipped")
+    assert verdict(diagnosed(partly)).startswith("Stepped in part: 100 windows, 12 skipped")
+
+
+def test_a_run_whose_loss_rose_has_diverged_and_says_from_where_to_where() -> None:
+    risen = Course(12, loss=lambda i: 4.0 * 5000 ** (i / 11), scaled=False)
+    of = diagnosed(risen)
+    finding = rise(of)
+    assert finding is not None
+    assert "learning rate" in finding.text
+    counts, losses, *rest = verdict(of).split(". ")
+    assert counts == "Diverged: 12 windows, none skipped"
+    assert losses == "Loss: first 4, lowest 4, last 20000"
+    assert ". ".join(rest) == f"{finding.title} {finding.text}"
+    assert not is_well(of)
+
+
+def test_losses_of_two_sessions_are_not_compared() -> None:
+    of = Diagnosis()
+    for course in (Course(loss=lambda i: 0.5), Course(loss=lambda i: 90.0 - i / 2)):
+        of.begin(course.start)
+        for record in course.records():
+            of.add(record)
+    assert (of.kind, rise(of)) == ("stepped", None)
+    assert verdict(of).endswith("Loss of the last session: first 90, lowest 40.5, last 40.5.")
+
+
+def test_a_nan_that_was_seen_to_begin_in_a_backward_is_no_search_for_a_scale() -> None:
+    """Of finite numbers an overflow makes inf, in a lower scale none."""
+    nan = {**seen("backward", "a", "B", ["nan", "nan"]), "output": [-3.0, 3.0]}
+    inf = {**nan, "input": ["-inf", "inf"]}
+    for first, is_found in ((nan, True), (inf, False), (None, False)):
+        for windows in (7, 16):
+            text = verdict(diagnosed(Course(windows, above(0), unknown, first=first)))
+            assert ("begin there: init_scale=" in text) == (not is_found)
+            assert ("fp32_modules=['a']" in text) == is_found
+
+
+def test_what_another_rank_saw_in_its_forward_is_the_run_s() -> None:
+    """Here the loss is fine, and the first rank has been told."""
+    first = {**seen("forward", "a", "B"), "text": "it began (rank 1)"}
+    course = Course(overflows=lambda i, _: i == 50, loss=lambda i: 2.0, first=first)
+    text = verdict(diagnosed(course))
+    assert text.startswith("With a problem: 100 windows, 1 skipped")
+    assert "1 window (step 50)" in text
+    assert "Step 50: it began (rank 1)." in text
 
 
 def test_a_run_of_spikes_is_no_fault_of_a_module_and_searches_for_no_scale() -> None:
@@ -401,6 +465,32 @@ def test_a_run_of_spikes_is_no_fault_of_a_module_and_searches_for_no_scale() -> 
     assert text.startswith("Did not train past step 14: 40 windows, 25 skipped")
     assert text.endswith("Look at the data of these windows, or raise skip_norm_above.")
     assert skips(found).text == "62.5 % of the windows trained nothing."
+
+
+@pytest.mark.parametrize(
+    ("limit", "way", "named", "remedy"),
+    [
+        (0.5, "code", "above skip_norm_above=0.5,", "set skip_norm_above='4x'"),
+        (0.5, "flags", "above --skip_norm_above 0.5,", "set --skip_norm_above 4x"),
+        (0.5, "run.yaml", "above skip_norm_above: 0.5,", "set skip_norm_above: 4x"),
+        (50.0, "code", "above skip_norm_above=50.0,", "or raise skip_norm_above."),
+        ("2x", "code", "above skip_norm_above='2x',", "or raise skip_norm_above."),
+    ],
+)
+def test_a_run_of_spikes_names_the_limit_the_median_of_the_norms_and_what_to_set(
+    limit: float | str, way: str, named: str, remedy: str
+) -> None:
+    found = Diagnosis()
+    found.begin(
+        Start(facts={"precision": "bf16", "set_in": way}, settings={"skip_norm_above": limit})
+    )
+    for index in range(40):
+        norm = 90.0 if index % 3 == 0 else 7.25
+        found.add(Record(index, 1.0, 1.0, skipped=True, grad_norm=norm, spike=True))
+    text = verdict(found)
+    assert named in text
+    assert "the median of the last 20 norms is 7.25." in text
+    assert remedy in text
 
 
 def test_a_spike_says_nothing_of_overflows_before_it() -> None:
@@ -423,6 +513,6 @@ def test_healed_modules_are_the_line_for_the_config() -> None:
     records = Course(30, above(8192), loss=unknown).records()
     records[1] = replace(records[1], healed=("a.wo", "b.wo"))
     text = verdict(live(Course(), records).diagnosis())
-    assert text.startswith("Trained: 30 windows, 3 skipped (10 %)")
+    assert text.startswith("30 windows, 3 skipped (10 %)")
     assert "a.wo (from step 1 on)" in text
     assert text.endswith("fp32_modules=['a.wo', 'b.wo'].")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from telemetry_runs import noted_in
+from telemetry_runs import attached, batch, noted_in, sgd
 from torch import Tensor, nn
 
 from accel_scaler import ScalerConfig
+from accel_scaler.console import number as number_of
 from accel_scaler.scaling import GradNorm, GradScaler, ParameterNames
 from accel_scaler.telemetry.recorder import NameTable, Recorder, command_line, make_recorder
 
@@ -108,3 +109,27 @@ def test_of_what_is_logged_evaluations_are_noted_and_no_tensor_is_read(tmp_path:
     assert noted.pop("host_peak_bytes")
     assert noted == {k: ["nan" if v != v else v] for k, v in given.items()}
     assert Recorder(GradScaler("cpu")).note(given) is None
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+@pytest.mark.parametrize(
+    ("rate", "told"), [(0.0, "12 windows, none skipped. "), (0.75, "Diverged: 12 windows, ")]
+)
+def test_on_a_cpu_the_loss_is_known_without_a_file(precision: str, rate: float, told: str) -> None:
+    with attached(None, precision, accumulation=2) as accelerator:
+        net = nn.Linear(8, 1)
+        model, optimizer = accelerator.prepare(net, sgd(net.parameters(), lr=rate, momentum=0.0))
+        seen = []
+        for number in range(24):
+            with accelerator.accumulate(model):
+                loss = (model(batch(number % 2)[0]).float() - 3).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(float(loss))
+        records, text = accelerator.scaler_history.records, accelerator.scaler_history.summary()
+    means = [sum(seen[at : at + 2]) / 2 for at in range(0, 24, 2)]
+    assert [r.loss for r in records] == pytest.approx(means, rel=1e-6)
+    assert text.startswith(told)
+    ends = means[0], min(means), means[-1]
+    assert "Loss: first {}, lowest {}, last {}.".format(*map(number_of, ends)) in text

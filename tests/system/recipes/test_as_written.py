@@ -128,7 +128,7 @@ def test_its_cells_learn_and_show_the_scalers_rule(tmp_path: Path) -> None:
         expected.append(expected[-1] * factor)
     assert scale == expected
     assert skipped[0] == 0
-    assert f"scaler: {steps} windows, {len(skipped)} skipped" in out
+    assert f"{steps} windows, {len(skipped)} skipped" in out
     assert f"{result['before']:.1%} before, {result['after']:.1%} after" in out
     assert sum(result["loss"][-5:]) < 0.85 * sum(result["loss"][:5])
     # Five labels; it starts from a head that knows nothing.

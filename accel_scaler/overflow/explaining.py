@@ -187,10 +187,14 @@ class OverflowExplainer(Observer):
     def _meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
         """Find out whether ranks communicate about the overflow of these in this window."""
         self._device = parameters_of(optimizers[0])[0].device
-        ranks, records = self.scaler.ranks, {o: window.known(o) for o in optimizers}
-        # Its own verdict: one that was caught from another optimizer may be this rank's alone.
-        own = [o for o, record in records.items() if record is not None and record.verdict]
-        self._is_together = self.is_everywhere and any(map(ranks.all_have, own))
+        # Their own, not one that was caught from another optimizer, which may be this rank's alone.
+        # None: a partner of the one that steps, looked at before its own check.
+        own = [
+            optimizer
+            for optimizer in optimizers
+            if (record := window.known(optimizer)) is None or record.verdict is not False
+        ]
+        self._is_together = self.is_everywhere and any(map(self.scaler.ranks.all_have, own))
 
     def _is_explained(self, window: Window) -> bool:
         return self._explained is window and (self._explained_together or not self._is_together)
@@ -285,7 +289,10 @@ class OverflowExplainer(Observer):
         return [each for each, share in zip(managed, shares, strict=True) if share is wanted]
 
     def _is_first(self, window: Window) -> bool:
-        return not any(record.stage is OptState.STEPPED for record in window.states.values())
+        """No optimizer has stepped in it, but for one that this rank has alone."""
+        own, known = self.scaler.ranks.own, window.known
+        records = [(o, record) for o in self.scaler.managed if (record := known(o)) is not None]
+        return not any(r.stage is OptState.STEPPED and not own(o) for o, r in records)
 
     def _is_bad_partner(self, optimizer: Optimizer, stepping: Optimizer) -> bool:
         record, params = self.scaler.window.known(optimizer), parameters_of(optimizer)
@@ -293,8 +300,11 @@ class OverflowExplainer(Observer):
         is_decided = record is not None and record.stage is not OptState.READY
         if optimizer is stepping or is_decided or (partners and optimizer not in partners):
             return False
-        if self.recording is None or not (gradients_of(params) or ranks.has_parts(optimizer)):
+        is_common = ranks.has_parts(optimizer)
+        if self.recording is None or not (gradients_of(params) or is_common):
             return False
+        if is_common and not ranks.has_parts(stepping):
+            return False  # other ranks may not have the one that steps
         is_dirty = not self.recording.dirty.isdisjoint(map(id, params))
         found = not is_dirty and next(find_nonfinite(gradients_of(params)), None) is not None
         return ranks.agree_on_overflow(found, optimizer, params[0].device)

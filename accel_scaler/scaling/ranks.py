@@ -9,7 +9,7 @@ that all do. All run on the training thread, in program order.
 |---|---|---|
 | ``agree_on_overflow`` | by a check of ``PARTS``; by ``scale()`` after these were unscaled | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; within ``Join``, where one may run out of inputs, refused |
 | ``add_norms`` | for the spike guard, with ``sharded=True`` | all, as for the check just before |
-| ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor, whatever their settings |
+| ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor |
 | ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
 | ``gather_objects`` of what explains an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
 | ``gather_objects`` of the scales | as ``accelerator.join_uneven_inputs`` ends, in fp16 | all: ``Join`` ends for all of them together |

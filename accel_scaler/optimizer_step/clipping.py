@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from math import inf
 
 import torch
@@ -12,12 +13,14 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..scaling import (
+    MAX_NAMED,
     DeferredUnscale,
     GradNorm,
     NormCheck,
     OptimizerRecord,
     by_mesh,
     clip_coefficient,
+    find_nonfinite,
     gradients_of,
     is_uniform,
     local,
@@ -224,12 +227,16 @@ class Clipping:
         # Asked once: over thousands of tensors an answer takes a while.
         stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         norms = check.one_pass(owners, parameters, stay_scaled)
-        if norms is None or (norms.total is None and not (norms.overflowed and len(owners) == 1)):
-            return None  # of several owners each is asked whether it has overflowed itself
-        for owner, _, record in parts:
-            check.note(owner, record, parameters, norms)
+        if norms is None or (norms.total is None and not norms.overflowed):
+            return None
+        for owner, mine, record in parts:
+            own, found = parameters, norms
+            if norms.overflowed and len(parts) > 1:  # which of them has overflowed itself?
+                bad = islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)
+                own, found = mine, NormCheck(None, tuple(bad))
+            check.note(owner, record, own, found)
         if norms.total is None:
-            return torch.full((), inf, dtype=torch.float32, device=parameters[0].device)
+            return self._skip_all(parts)
         ids = list(map(id, parameters))
         self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
         coefficient = clip_coefficient(norms.total, max_norm)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -81,9 +81,12 @@ class Boundary:
         self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit, rerun)
         self.spikes = SpikeRule(skip_norm_above)
         self.clipping = Clipping(self.check)
-        self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
-        """For an optimizer that has had no gradient so far: the ``Window.losses`` of windows in
-        which it was to step. None: it has had a gradient, or the warning was logged."""
+        self._mistakes: set[str] = set()
+        self._idle: WeakKeyDictionary[Optimizer, set[Losses]] = WeakKeyDictionary()
+        """``Window.losses`` of the windows in a row, ``MAX_IDLE_WINDOWS`` at most, in which an
+        optimizer was to step and had no gradient."""
+        self._trained: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have had a gradient."""
         self._has_named_own = False
         _boundaries[scaler] = ref(self)
 
@@ -163,7 +166,8 @@ class Boundary:
         if scaler.is_enabled() and scaler.window.opened_by is None:
             self._step_without_window(optimizer)
             return True
-        self._idle[optimizer] = None
+        self._idle.pop(optimizer, None)
+        self._trained.add(optimizer)
         record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
@@ -186,6 +190,15 @@ class Boundary:
                 observer.run_ended(f"{type(error).__name__}: {error}")
             raise
         return not record.is_skipped
+
+    def name_mistake(self, text: str | None) -> None:
+        """Log a mistake of the script once, and tell the observers; None: there is none."""
+        if text is None or text in self._mistakes:
+            return
+        self._mistakes.add(text)
+        logger.warning("%s (Logged once.)", text)
+        for observer in self.observers:
+            observer.mistake_named(text)
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         # A rank whose shard is empty still takes part in what the others decide.
@@ -246,16 +259,33 @@ class Boundary:
             )
         stepper_of(optimizer).step()
 
+    def _is_left_behind(self, optimizer: Optimizer) -> bool:
+        """Whether it has no parameter of the prepared models, and these have gradients that no
+        optimizer steps. A model whose turn another one waits for has an optimizer."""
+        mine = set(map(id, parameters_of(optimizer)))
+        owned = {id(p) for each in self.scaler.managed for p in parameters_of(each)}
+        models = self.scaler.parameter_names.parameters()
+        is_stray = any(p.grad is not None and id(p) not in owned for p in models)
+        return is_stray and mine.isdisjoint(map(id, models))
+
     def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
         """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
         it may wait for its turn (GANs, adapters), and once it has had a gradient, go without for
-        any number of windows."""
+        any number of windows, unless its model has other parameters now."""
         windows = self._idle.setdefault(optimizer, set())
-        if window.opened_by is None or windows is None:
+        if window.opened_by is None or len(windows) >= MAX_IDLE_WINDOWS:
             return
         windows.add(window.losses)
-        if len(windows) == MAX_IDLE_WINDOWS:
-            self._idle[optimizer] = None
+        is_last, is_new = len(windows) == MAX_IDLE_WINDOWS, optimizer not in self._trained
+        if (is_new or is_last) and self._is_left_behind(optimizer):
+            name = type(optimizer).__name__
+            self.name_mistake(
+                f"{name} trains nothing: none of its parameters is the prepared model's any more, "
+                "and no optimizer has those that the model has now. Make it anew, after whatever "
+                "made new parameters (a load, a resume, a resize), and prepare it: optimizer = "
+                f"accelerator.prepare({name}(model.parameters(), ...))."
+            )
+        elif is_new and is_last:
             logger.warning(
                 "%s was due to step in %d windows and has never had a gradient, so it trains "
                 "nothing. Its first parameter is %s. Make it from the parameters of the model that "

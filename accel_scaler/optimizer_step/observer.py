@@ -40,6 +40,9 @@ class Observer:
         """The optimizer has stepped, or was skipped. ``timing``: that of its update, which may
         still run; None: there was no update."""
 
+    def mistake_named(self, text: str) -> None:
+        """The log has named a mistake of the script: what it is, what to write instead."""
+
     def run_ended(self, error: str) -> None:
         """Too many skips in a row: ``error`` is about to be raised."""
 

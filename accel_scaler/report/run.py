@@ -72,7 +72,8 @@ class Run(Diagnosis):
         self.mode_seconds = record.mode_seconds or self.mode_seconds
 
     def note(self, found: Noted) -> None:
-        """Add numbers that belong to no window."""
+        """Add numbers that belong to no window, or a mistake."""
+        self.add_mistake(found.mistake)
         for name, value in found.values.items():
             if name in self.noted or len(self.noted) < MAX_NOTED:
                 self.noted.setdefault(name, Mean()).merge(Mean.of(value))

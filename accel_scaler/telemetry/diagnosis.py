@@ -30,6 +30,7 @@ FAR = 10.0
 several times in runs that are well: a GAN's, or one with a term whose weight grows."""
 KEPT_NORMS = 20
 """How many of the last norms are kept for their median."""
+MAX_MISTAKES = 5
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
 """``untrained``: every window was skipped. ``stuck``: every one at the end. ``diverged``: the loss
@@ -147,6 +148,8 @@ class Diagnosis:
         """Seconds that all retries took."""
         self.streak = 0
         """Skipped windows in a row, up to the last one."""
+        self.mistakes: list[str] = []
+        """Of the script: what each is, and what to write instead; ``MAX_MISTAKES`` at most."""
 
     def begin(self, start: Start) -> None:
         last = self.sessions[-1] if self.sessions else None
@@ -155,6 +158,11 @@ class Diagnosis:
             del self.sessions[-1]
         self.is_scaled |= start.facts.get("precision") not in ("no", "bf16", "fp8")
         self.sessions.append(Session(start, self.last_x + 1 if self.windows else 0))
+
+    def add_mistake(self, text: str) -> None:
+        """Add a mistake of the script, unless it is known."""
+        if text and text not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
+            self.mistakes.append(text)
 
     def end(self, end: End) -> None:
         session = self.sessions[-1]

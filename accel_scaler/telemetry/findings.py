@@ -33,7 +33,8 @@ class Finding:
 
 def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
     """Everything found in a run, and the findings in ``more``: bad ones first."""
-    found = (*more, *(rule(run) for rule in (streak, healed, loss, rise, overflow, skips)))
+    rules = (streak, mistakes, healed, loss, rise, overflow, skips)
+    found = (*more, *(rule(run) for rule in rules))
     return sorted(filter(None, found), key=lambda finding: get_args(Level).index(finding.level))
 
 
@@ -195,6 +196,11 @@ def next_run(run: Diagnosis, name: str, value: Any) -> str:
     if way == "flags":
         return f"accel-scaler launch {setting}, all else as before"
     return f"{setting} in the section accel_scaler of {way}"
+
+
+def mistakes(run: Diagnosis) -> Finding | None:
+    """What the script does wrong, in the words of the log."""
+    return Finding("bad", " ".join(run.mistakes)) if run.mistakes else None
 
 
 def healed(run: Diagnosis) -> Finding | None:

@@ -65,6 +65,11 @@ class History:
             old = self.records[-KEPT_DETAILS - 1]
             self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
+    def add_mistake(self, text: str) -> None:
+        """Let the verdict name a mistake of the script."""
+        with self._lock:
+            self._before.add_mistake(text)
+
     def diagnosis(self) -> Diagnosis:
         """What became of the run up to now; the report finds the same in the file."""
         with self._lock:
@@ -76,7 +81,7 @@ class History:
     def summary(self) -> str:
         """A few lines of text: verdict, scale, largest norm, the last overflow."""
         if not self.records:
-            return "scaler: no window has closed yet"
+            return "\n".join(("scaler: no window has closed yet", *self._before.mistakes))
         run, names = self.diagnosis(), self.last_overflow()
         norm = run.highest and run.highest[0]
         scale = f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now"

@@ -2,7 +2,7 @@
 
 A file is JSON lines, one a window. The kinds of line, in order: ``start`` (settings and versions),
 ``names`` (of parameters in their model's order; again when they change), ``window``, ``end``; and
-``noted``, anywhere among them: numbers that belong to no window. Each start begins a new session in
+``noted``, anywhere among them: what belongs to no window. Each start begins a new session in
 the same file, so a resumed run is appended to the one before. A reader ignores kinds and keys that
 it does not know; a change that older readers would misread raises ``FORMAT``.
 
@@ -131,11 +131,13 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Numbers of the model, of an evaluation, or of the process at its end."""
+    """Numbers of the model, of an evaluation, or of the process at its end; or a mistake."""
 
     step: int
     """The last window before them."""
     values: dict[str, float]
+    mistake: str = ""
+    """Of the script, as the log has named it."""
 
 
 class BrokenLineError(Exception):
@@ -173,8 +175,10 @@ def encode_window(record: Record) -> str:
     return f'{text[:-1]},"norms":[{norms}]}}'
 
 
-def encode_noted(step: int, values: Mapping[str, float]) -> str:
-    return encode_line("noted", step=step, values={k: _finite(v) for k, v in values.items()})
+def encode_noted(step: int, values: Mapping[str, float], mistake: str = "") -> str:
+    more = {"mistake": mistake} if mistake else {}
+    numbers = {k: _finite(v) for k, v in values.items()}
+    return encode_line("noted", step=step, values=numbers, **more)
 
 
 def encode_line(kind: str, **values: Any) -> str:
@@ -272,7 +276,8 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
                 return found
             case "noted":
                 noted = {_text(name): float(number) for name, number in value["values"].items()}
-                return Noted(_converted(value["step"], int), noted)
+                mistake = _text(value.get("mistake", ""))
+                return Noted(_converted(value["step"], int), noted, mistake)
             case "end":
                 return End(**_read(value, END))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

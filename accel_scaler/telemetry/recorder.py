@@ -168,6 +168,12 @@ class Recorder(Observer):
         if window is not None:
             self.history.add(window.complete())
 
+    def mistake_named(self, text: str) -> None:
+        """Let the verdict say it, too, live and from the file."""
+        self.history.add_mistake(text)
+        if self.journal is not None:
+            self.journal.note({}, text)
+
     def run_ended(self, error: str) -> None:
         """Write all that is known: ``error`` ends the run."""
         if self.journal is not None:

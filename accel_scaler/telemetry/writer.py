@@ -113,10 +113,10 @@ class Journal:
             while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MAX_WAITING):
                 self._write()
 
-    def note(self, values: Mapping[str, float]) -> None:
-        """Write numbers that belong to no window, if there are any."""
-        if values:
-            self._try_to_put(encode_noted(self._step, values))
+    def note(self, values: Mapping[str, float], mistake: str = "") -> None:
+        """Write numbers that belong to no window, or a mistake of the script, if there are any."""
+        if values or mistake:
+            self._try_to_put(encode_noted(self._step, values, mistake))
 
     def flush(self) -> None:
         """Write all windows, with what is known of them now."""

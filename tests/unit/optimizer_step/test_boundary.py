@@ -85,7 +85,8 @@ def test_a_warning_names_the_only_optimizer_where_it_never_has_a_gradient(
 ) -> None:
     """No window closes then: what counts is what was scaled."""
     a = ours(gradient_accumulation_steps=2)
-    model, stale = a.prepare(Linear(), SGD([nn.Parameter(torch.ones(3))], lr=LR))
+    model, frozen = Linear(), Linear().requires_grad_(False)
+    model, frozen, stale = a.prepare(model, frozen, SGD(frozen.parameters(), lr=LR))
     for step in range(60):
         with a.accumulate(model):
             a.backward(model(1.0))

@@ -27,6 +27,7 @@ from ..scaling import (
     OptimizerRecord,
     Window,
     first_nonfinite,
+    first_version,
     gradients_of,
     has_ranks,
     nonzero,
@@ -34,6 +35,7 @@ from ..scaling import (
     stepped,
 )
 from .clipping import Clipping
+from .mistakes import ScaledClips
 from .observer import Observer, Rerun
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
@@ -81,6 +83,7 @@ class Boundary:
         self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit, rerun)
         self.spikes = SpikeRule(skip_norm_above)
         self.clipping = Clipping(self.check)
+        self.scaled_clips = ScaledClips()
         self._mistakes: set[str] = set()
         self._idle: WeakKeyDictionary[Optimizer, set[Losses]] = WeakKeyDictionary()
         """``Window.losses`` of the windows in a row, ``MAX_IDLE_WINDOWS`` at most, in which an
@@ -116,6 +119,9 @@ class Boundary:
 
     def after_backward(self) -> None:
         """Call after each backward."""
+        if self.scaler.is_enabled() and self.scaled_clips.tries > 0:
+            versions = {id(each): first_version(each) for each in self.scaler.managed}
+            self.scaler.window.versions = versions
         for observer in self.observers:
             observer.after_backward()
 
@@ -169,6 +175,9 @@ class Boundary:
         self._idle.pop(optimizer, None)
         self._trained.add(optimizer)
         record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
+        if record.edited_norm is not None:
+            norm, scale = record.edited_norm, scaler.window_scale
+            self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):

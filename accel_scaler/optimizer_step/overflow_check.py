@@ -29,6 +29,7 @@ from ..scaling import (
     add_norms,
     check_norms,
     find_nonfinite,
+    first_version,
     gradients_of,
     is_power_of_two,
     is_sharded,
@@ -174,9 +175,11 @@ class OverflowCheck:
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads = gradients_of(params)
         norms: NormCheck | None = None
+        versions, is_deferred = self.scaler.window.versions, stepper.defers_unscale or keeps_scaled
+        is_edited = versions.get(id(optimizer), now := first_version(optimizer)) != now
         if not self.checks:
             norms = NormCheck(None, ())
-        elif stepper.defers_unscale or keeps_scaled:
+        elif is_deferred or is_edited:
             norms = self.one_pass([optimizer], params, [keeps_scaled])
         if norms is None and keeps_scaled:
             raise UnsupportedError(
@@ -194,6 +197,10 @@ class OverflowCheck:
         self.note(optimizer, record, params, norms)
         if self.scaler.is_enabled():
             record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
+        if is_edited and norms.total is not None:
+            record.edited_norm = norms.host_total
+        if is_edited and not is_deferred:
+            self.unscale(optimizer, record)
 
     def _forbid_common(self, optimizer: Optimizer, keeps_scaled: bool) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for

@@ -33,6 +33,7 @@ from .gradients import (
     clip_coefficient as clip_coefficient,
     find_nonfinite as find_nonfinite,
     first_nonfinite as first_nonfinite,
+    first_version as first_version,
     gradients_of as gradients_of,
     is_power_of_two as is_power_of_two,
     is_uniform as is_uniform,

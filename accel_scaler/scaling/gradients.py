@@ -62,6 +62,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [grad for p in parameters if (grad := p.grad) is not None]
 
 
+def first_version(optimizer: Optimizer) -> int | None:
+    """The version of its first gradient, which each write to it raises; None: it has none."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return next((grad._version for p in params if (grad := p.grad) is not None), None)
+
+
 def is_uniform(
     grads: Sequence[Tensor], dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
 ) -> bool:

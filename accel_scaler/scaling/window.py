@@ -144,6 +144,8 @@ class OptimizerRecord(dict[str, Any]):
         """Gradients that were already unscaled when another loss was scaled."""
         self.looked_at: Snapshot | None = None
         """Without scaling: gradients as they were checked, since a change needs no call of ours."""
+        self.edited_norm: float | None = None
+        """Its unscaled norm where the scaled gradients were written to after the backward."""
         self.norm: float | None = None
         """The unscaled norm of its gradients on all ranks, before a clip, once it was asked for."""
         self.is_spike = False
@@ -234,6 +236,8 @@ class Window:
         self.losses = Losses()
         self.bad_losses: int | None = None
         """How many losses of all ranks were inf or NaN, once they have told each other."""
+        self.versions: dict[int, int | None] = {}
+        """``first_version`` of each optimizer after the last backward, by its ``id``."""
         self.grad_norms = GradNorms()
         self.clipped_values = False
         """Elements of some gradients were clipped: how large they were is not known."""

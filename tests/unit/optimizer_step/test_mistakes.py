@@ -2,23 +2,170 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from attached import prepared
 from boundary_support import models, one, ours
-from support import Linear, reset
+from support import Linear, reset, same, stock, weights
+from telemetry_runs import loss_of
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from accel_scaler import ScalerConfig, detach
+from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.optimizer_step.boundary import MAX_IDLE_WINDOWS
+from accel_scaler.optimizer_step.mistakes import SAME, TRIES
 from accel_scaler.report.reader import read_run
 from accel_scaler.telemetry import verdict
 
+INSTEAD = "accelerator.clip_grad_norm_(model.parameters(), "
+SCALE = 2.0**12
+Edit = Callable[[Any, list[nn.Parameter]], object]
 
-def named(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+
+def train(accelerator: Any, edit: Edit, windows: int, is_toy: bool = False) -> torch.Tensor:
+    """``edit`` gets the accelerator and the parameters before each step."""
+    model, optimizer = one(accelerator) if is_toy else prepared(accelerator)
+    for number in range(windows):
+        accelerator.backward(model(0.5) if is_toy else loss_of(model, number))
+        edit(accelerator, list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def named(caplog: pytest.LogCaptureFixture, text: str = INSTEAD) -> list[str]:
     """The verdict of a run that is dropped may come later, at any time."""
     return [each for each in caplog.messages if text in each and each.endswith("(Logged once.)")]
 
+
+@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}, {"fold_unscale": True}])
+def test_a_clip_of_scaled_gradients_is_named_and_changes_no_number(
+    mode: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Its windows move weights by 1/65536 of what is meant, in stock and here."""
+    found: list[int] = []
+
+    def clip(accelerator: Any, params: list[nn.Parameter]) -> None:
+        found.append(len(named(caplog)))
+        clip_grad_norm_(params, 0.5)
+
+    path = tmp_path / "run.jsonl"
+    accelerator = stock()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    expected = train(accelerator, clip, SAME + 4)
+    reset()
+    found.clear()
+    a = ours(ScalerConfig(telemetry=str(path), init_scale=SCALE, **mode))
+    assert same(train(a, clip, SAME + 4), expected)
+    assert found == [0] * SAME + [1] * 4
+    (text,) = named(caplog)
+    assert f"{INSTEAD}0.5)" in text
+    assert "scaler.unscale_(optimizer)" in text
+    assert f"{INSTEAD}0.5)" in a.scaler_history.summary()
+    detach(a)
+    assert f"{INSTEAD}0.5)" in verdict(read_run(path))
+
+
+def test_a_limit_that_nobody_types_is_told_once_the_scale_moves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At one scale a constant norm may be that of a linear loss."""
+    for interval, count in ((1000, 0), (6, 1)):
+        a = ours(ScalerConfig(growth_interval=interval))
+        train(a, lambda _, params: clip_grad_norm_(params, 1.2345), 9, is_toy=True)
+        assert len(named(caplog, INSTEAD + "1.23")) == count
+
+
+def by_accelerator(a: Any, params: list[nn.Parameter]) -> None:
+    a.clip_grad_norm_(params, 0.5)
+
+
+def unscaled_first(a: Any, params: list[nn.Parameter]) -> None:
+    a.unscale_gradients()
+    clip_grad_norm_(params, 0.5)
+
+
+def by_scaler_first(a: Any, params: list[nn.Parameter]) -> None:
+    for optimizer in a._optimizers:
+        a.scaler.unscale_(optimizer.optimizer)
+    clip_grad_norm_(params, 0.5)
+
+
+def to_a_scaled_limit(a: Any, params: list[nn.Parameter]) -> None:
+    clip_grad_norm_(params, 0.5 * a.scaler.get_scale())
+
+
+def masked(a: Any, params: list[nn.Parameter]) -> None:
+    for p in params:
+        p.grad.mul_((torch.arange(p.numel()) % 2).reshape(p.shape))
+
+
+def zeroed(a: Any, params: list[nn.Parameter]) -> None:
+    for p in params:
+        p.grad.zero_()
+
+
+def by_value(a: Any, params: list[nn.Parameter]) -> None:
+    clip_grad_value_(params, a.scaler.get_scale() * 1e-2)
+
+
+RIGHT = [
+    *(by_accelerator, unscaled_first, by_scaler_first, to_a_scaled_limit),
+    *(masked, zeroed, by_value, lambda a, params: None),
+]
+
+
+@pytest.mark.parametrize("interval", [3, 1000])
+@pytest.mark.parametrize("is_toy", [False, True])
+@pytest.mark.parametrize("edit", RIGHT)
+def test_what_is_right_is_not_named(
+    edit: Edit, is_toy: bool, interval: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also of a loss whose gradient is constant, at one scale and while that grows; all numbers
+    are stock's, of edited gradients, too."""
+    settings = {"growth_interval": interval, "init_scale": SCALE / 4}
+    accelerator = stock()
+    accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
+    expected = train(accelerator, edit, TRIES + 5, is_toy)
+    reset()
+    a = ours(ScalerConfig(**settings))
+    assert same(train(a, edit, TRIES + 5, is_toy), expected)
+    assert named(caplog) == []
+    assert "problem" not in a.scaler_history.summary()
+
+
+def test_without_a_scale_torchs_own_clip_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    for precision in ("no", "bf16"):
+        reset()
+        a = attach(Accelerator(cpu=True, mixed_precision=precision))
+        train(a, lambda _, params: clip_grad_norm_(params, 0.5), SAME + 4)
+    assert named(caplog) == []
+
+
+def test_an_overflow_of_edited_gradients_is_skipped_as_in_stock(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Gradients are left unscaled, as torch leaves them; the next scale is torch's."""
+    ends = []
+    for make in (stock, ours):
+        a = make()
+        model, optimizer = one(a)
+        for gradient in (0.5, float("inf"), 0.25):
+            a.backward(model(gradient))
+            masked(a, list(model.parameters()))
+            optimizer.step()
+            ends.append([model.w.detach().clone(), model.w.grad.clone(), a.scaler.get_scale()])
+            optimizer.zero_grad()
+        reset()
+    assert same(ends[:3], ends[3:])
+
+
+# Optimizers whose model has other parameters now.
 
 LEFT = "none of its parameters is the prepared model's"
 

@@ -145,6 +145,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         attachment.fp32_modules.refuse_unmatched(attachment.models)  # all are prepared now
         for optimizer in list(attachment.optimizers):  # before anything reads the gradients
             optimizer.follow_parameters()
+            optimizer.dropped.backward(self.sync_gradients)
         attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
         with attachment.float16():
             super().backward(loss, **kwargs)

@@ -29,7 +29,7 @@ from ..async_optimizer import (
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
-from ..optimizer_step import async_stepper_of, stepper_of
+from ..optimizer_step import DroppedBatches, async_stepper_of, stepper_of
 from ..scaling import parameters_of, stepped
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def join(self, attachment: Attachment, hooks: SyncHooks | None) -> None:
         """Step through the attachment's boundary from now on; ``hooks``: on another thread."""
         self._attachment, self._hooks = attachment, hooks or self._hooks
+        self.dropped = DroppedBatches()
         replaced.discard(self.stepped_optimizer)
         if hooks is not None:
             hooks.owner = weakref.WeakMethod(self._give_way)
@@ -65,7 +66,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             return
         hooks = self._hooks
         attachment.optimizers.discard(self)
-        for name in ("_attachment", "_hooks"):
+        for name in ("_attachment", "_hooks", "dropped"):
             self.__dict__.pop(name, None)
         try:
             if hooks is not None:
@@ -138,6 +139,12 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.follow_parameters(frozen_too=holds_masters(state_dict))
         super().load_state_dict(state_dict)
 
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As Accelerate's: in a window's last micro-batch only."""
+        if self._attachment is not None and self.gradient_state.sync_gradients:
+            self.dropped.zero_grad(self.stepped_optimizer)
+        super().zero_grad(set_to_none)
+
     @untraced
     def step(self, closure: Any = None) -> None:
         """At a boundary: check, update the scale, step or skip. Elsewhere: nothing. Raises
@@ -154,6 +161,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "with another scale. Call step() without one, or train without fp16."
             )
         has_stepped = False
+        attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
         self.follow_parameters()
         if self._hooks is not None:
             self._hooks.watch(attachment.models, attachment.ddp_models)

@@ -26,6 +26,7 @@ from .blocks import (
     stretches as stretches,
 )
 from .boundary import Boundary as Boundary, boundary_of as boundary_of
+from .mistakes import DroppedBatches as DroppedBatches
 from .mode_choice import ModeChoice as ModeChoice
 from .observer import Observer as Observer
 from .stepper import (

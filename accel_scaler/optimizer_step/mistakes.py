@@ -8,10 +8,14 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
+from ..scaling import first_version
+
 SAME = 5
 """Edited windows in a row whose scaled norm is the same, after which something has set it."""
 TRIES = 20
 """Norms unlike the one before, after which nobody looks for a constant one any more."""
+LOSING = 2
+"""Windows in a row that lose micro-batches: one may be a batch that is dropped on purpose."""
 
 
 class ScaledClips:
@@ -52,3 +56,36 @@ class ScaledClips:
 def _is_typed(norm: float) -> bool:
     """Whether it is a number of two digits, but for rounding."""
     return isclose(norm, float(f"{norm:.2g}"), rel_tol=1e-4)
+
+
+class DroppedBatches:
+    """Counts backwards whose gradients ``zero_grad`` drops before the optimizer steps. What was
+    dropped in a micro-batch without a step was dropped on purpose."""
+
+    def __init__(self) -> None:
+        self._waiting = self._dropped = self._lost = self._windows = 0
+
+    def backward(self, is_last: bool) -> None:
+        """One more; ``is_last``: of its window."""
+        if is_last:
+            self._lost = self._dropped
+        else:
+            self._waiting, self._dropped = self._waiting + 1, 0
+
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Gradients of ``optimizer`` are about to be dropped, in the window's last micro-batch."""
+        if first_version(optimizer) is not None:
+            self._dropped, self._waiting, self._lost = self._dropped + self._waiting, 0, 0
+
+    def step(self, optimizer: Optimizer) -> str | None:
+        """What to say of ``optimizer``, which is about to step; None: nothing."""
+        lost, self._waiting, self._dropped, self._lost = self._lost, 0, 0, 0
+        self._windows = self._windows + 1 if lost else 0
+        if self._windows != LOSING:
+            return None
+        return (
+            f"zero_grad() of {type(optimizer).__name__} comes before the last backward of an "
+            f"accumulation window, so it drops the gradients of {lost} backwards, and the last one "
+            "trains alone. Call optimizer.zero_grad() after optimizer.step(), not before the "
+            "backward."
+        )

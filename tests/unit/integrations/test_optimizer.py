@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from attached import cpu, prepared, train
-from support import mlp, stock, weights
+from support import LR, Linear, mlp, reset, stock, weights
 from torch import nn
 from torch.optim import SGD
 
@@ -166,3 +166,82 @@ def test_what_is_attached_is_neither_pickled_nor_copied() -> None:
             call(thing)
     detach(accelerator)
     copy.deepcopy(optimizer)
+
+
+def accumulated(precision: str, order: str, windows: int) -> tuple[Any, list[int]]:
+    """An attached accelerator after windows of four micro-batches, whose calls come in this order;
+    how far the weights went in each, in micro-batches."""
+    kwargs: Any = {"cpu": True, "mixed_precision": precision, "gradient_accumulation_steps": 4}
+    a, plain = attach(Accelerator(**kwargs)), Linear()
+    model, optimizer = a.prepare(plain, SGD(plain.parameters(), lr=LR))
+    spare = a.prepare(SGD([nn.Parameter(torch.ones(1))], lr=LR))
+    before, moved = 0.0, []
+    for number in range(4 * windows):
+        with a.accumulate(model):
+            for call in order.split():
+                if call == "backward":
+                    a.backward(model(1.0))
+                elif call == "zero":
+                    optimizer.zero_grad()
+                elif call == "spare":
+                    spare.zero_grad()
+                elif call == "odd" and number // 4 % 2 and a.sync_gradients:
+                    optimizer.zero_grad()
+                    break
+                elif call == "none" and a.sync_gradients:
+                    optimizer.zero_grad(set_to_none=False)
+                elif call == "step":
+                    optimizer.step()
+        if number % 4 == 3:
+            moved.append(round(4 * (plain.moved - before)))
+            before = plain.moved
+    return a, moved
+
+
+def count(caplog: pytest.LogCaptureFixture) -> int:
+    texts = [text for text in caplog.messages if text.endswith("(Logged once.)")]
+    return sum("zero_grad() after optimizer.step()" in text for text in texts)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+@pytest.mark.parametrize("order", ["zero backward step", "none backward step"])
+def test_a_zero_grad_that_drops_micro_batches_is_named(
+    precision: str, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, in its second window. One micro-batch of four trains, as in stock."""
+    a, moved = accumulated(precision, order, windows=1)
+    assert (moved, count(caplog)) == ([1], 0)
+    reset()
+    a, moved = accumulated(precision, order, windows=5)
+    assert (moved, count(caplog)) == ([1] * 5, 1)
+    assert "drops the gradients of 3 backwards" in a.scaler_history.summary()
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("backward step zero", [4] * 5),
+        ("spare backward step zero spare", [4] * 5),
+        ("odd backward step zero", [4, 0, 4, 0, 4]),  # a batch is dropped on purpose
+        ("backward odd step zero", [4, 0, 4, 0, 4]),
+        ("backward zero step", [0] * 5),  # no step either: nothing trains on a part
+        ("backward none step", [0] * 5),
+    ],
+)
+def test_what_is_dropped_on_purpose_is_not_named(
+    order: str, expected: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, moved = accumulated("fp16", order, windows=5)
+    assert (moved, count(caplog)) == (expected, 0)
+
+
+def test_without_accumulation_no_zero_grad_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """First in the loop; and between two backwards, as SAM and GANs have it."""
+    a = attach(cpu(), init_scale=1024.0)
+    model, optimizer = prepared(a)
+    for _ in range(4):
+        for _ in range(2):
+            optimizer.zero_grad()
+            a.backward(model(torch.ones(2, 8)).mean())
+        optimizer.step()
+    assert count(caplog) == 0

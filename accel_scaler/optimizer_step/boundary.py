@@ -114,6 +114,7 @@ class Boundary:
             for optimizer in self.scaler.managed:
                 stepper_of(optimizer).wait_for_gradients()
                 self.check.forget(optimizer)
+        self.scaler.ranks.backward_begins()
         for observer in self.observers:
             observer.before_backward(loss)
 

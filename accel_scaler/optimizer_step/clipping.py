@@ -89,7 +89,9 @@ class Clipping:
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
-        checks_first = is_checked and (is_scaled or sharded or is_later)
+        # Ranks that agree on a verdict do so here, whatever norm each of them will find.
+        is_common = any(self.scaler.ranks.has_parts(owner) for owner, _, _ in parts)
+        checks_first = is_checked and (is_scaled or is_common or is_later)
         for owner, mine, record in parts if checks_first else ():
             check.check(owner, record)
             if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
@@ -97,7 +99,7 @@ class Clipping:
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if checks_first and any(record.found_inf for _, _, record in parts):
+        if checks_first and self._is_skipped(parts):
             return self._skip_all(parts)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
@@ -107,6 +109,15 @@ class Clipping:
         for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total
+
+    def _is_skipped(self, parts: Parts) -> bool:
+        """Whether one of them has overflowed. With DTensors among them all of their ranks clip
+        these together, so an overflow of other gradients, on one rank, is all ranks' as well."""
+        found, ranks = any(record.found_inf for _, _, record in parts), self.scaler.ranks
+        common = [owner for owner, _, _ in parts if ranks.has_parts(owner)]
+        if not common or len(common) == len(parts):
+            return found
+        return ranks.agree_on_overflow(found, common[0], self.device)
 
     def _skip_all(self, parts: Parts) -> Tensor:
         """One of them has overflowed, so the norm of all is no number."""

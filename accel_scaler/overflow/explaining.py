@@ -290,9 +290,10 @@ class OverflowExplainer(Observer):
 
     def _is_first(self, window: Window) -> bool:
         """No optimizer has stepped in it, but for one that this rank has alone."""
-        own, known = self.scaler.ranks.own, window.known
+        known, is_common = window.known, self.scaler.ranks.is_common
         records = [(o, record) for o in self.scaler.managed if (record := known(o)) is not None]
-        return not any(r.stage is OptState.STEPPED and not own(o) for o, r in records)
+        stepped = [o for o, record in records if record.stage is OptState.STEPPED]
+        return not any(not has_ranks() or is_common(optimizer) for optimizer in stepped)
 
     def _is_bad_partner(self, optimizer: Optimizer, stepping: Optimizer) -> bool:
         record, params = self.scaler.window.known(optimizer), parameters_of(optimizer)
@@ -303,8 +304,8 @@ class OverflowExplainer(Observer):
         is_common = ranks.has_parts(optimizer)
         if self.recording is None or not (gradients_of(params) or is_common):
             return False
-        if is_common and not ranks.has_parts(stepping):
-            return False  # other ranks may not have the one that steps
+        if is_common and not (self.is_everywhere and ranks.has_parts(stepping)):
+            return False  # other ranks may not come here
         is_dirty = not self.recording.dirty.isdisjoint(map(id, params))
         found = not is_dirty and next(find_nonfinite(gradients_of(params)), None) is not None
         return ranks.agree_on_overflow(found, optimizer, params[0].device)

@@ -64,6 +64,8 @@ class Ranks:
         self._forwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
         """The number of each wrapper's last forward; 0: its backward does not reduce."""
         self._forward = 0
+        self._backwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+        """How many came since that forward, or since a step."""
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """The number of the last forward before each optimizer's last step."""
         self._handles: list[Any] = []
@@ -87,10 +89,17 @@ class Ranks:
         if torch.is_grad_enabled():
             self._forward += 1
             self._forwards[wrapper] = self._forward if wrapper.require_backward_grad_sync else 0
+            self._backwards[wrapper] = 0
+
+    def backward_begins(self) -> None:
+        """Of backwards that follow one forward, or several, DDP reduces the first alone."""
+        for wrapper in self._backwards:
+            self._backwards[wrapper] += 1
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """It has stepped, or was skipped."""
         self._steps[optimizer] = self._forward
+        self._backwards.update(dict.fromkeys(self._backwards, 0))
 
     @property
     def are_uneven(self) -> bool:
@@ -110,10 +119,16 @@ class Ranks:
             wrapper
             for wrapper in self._reduced
             if self._forwards.get(wrapper, 0) > last
+            and self._backwards[wrapper] <= 1
             and is_worldwide(wrapper)
+            and _averages(wrapper)
             and not _is_uneven(wrapper)
         ]
         return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
+
+    def is_common(self, optimizer: Optimizer) -> bool:
+        """Whether every rank has this optimizer: its parameters are DTensors, or DDP's."""
+        return self.has_parts(optimizer) or not self._outside(self._reduced, optimizer)
 
     def own(self, optimizer: Optimizer) -> list[Tensor]:
         """The optimizer's parameters that this rank has alone, beside a model of DDP's."""
@@ -180,6 +195,12 @@ def is_worldwide(model: Any) -> bool:
 def _meshes(parameters: Iterable[Any]) -> list[Any]:
     """The meshes of DTensors, in the order of the parameters: the same on every rank."""
     return list(dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "placements")))
+
+
+def _averages(wrapper: DistributedDataParallel) -> bool:
+    """Whether what stands for DDP's all-reduce, if anything does, gives all ranks one result."""
+    kinds = ("default_hooks", "powerSGD_hook")
+    return all(hook.__module__.endswith(kinds) for hook, _ in getattr(wrapper, "_comm_hooks", ()))
 
 
 def _is_uneven(wrapper: DistributedDataParallel) -> bool:

@@ -165,7 +165,9 @@ class Boundary:
         optimizer = stepped(optimizer)
         scaler, stepper = self.scaler, stepper_of(optimizer)
         scaler.manage(optimizer, stepper)
-        if not self._has_gradients(optimizer):
+        known = scaler.window.known(optimizer)  # a script may have dropped what overflowed
+        is_bad = known is not None and known.is_bad and known.stage is not OptState.STEPPED
+        if not (is_bad or self._has_gradients(optimizer)):
             self._count_idle(optimizer, scaler.window)
             if not scaler.is_enabled():
                 stepper.step_idle()

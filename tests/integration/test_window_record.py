@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from support import mlp, weights
+from accelerate.utils import GradScalerKwargs
+from support import mlp, stock, weights
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -477,6 +478,35 @@ def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     second.synchronize()
     detach(accelerator)
     assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
+
+
+@pytest.mark.parametrize("on_overflow", ["skip", "retry"])
+def test_gradients_that_a_script_drops_after_a_clip_are_a_skip_as_in_stock(
+    on_overflow: str,
+) -> None:
+    """The verdict is the window's, whatever became of the gradients."""
+
+    def run(accelerator: Any) -> list[Any]:
+        p = nn.Parameter(torch.ones(3))
+        optimizer = accelerator.prepare(SGD([p], lr=0.125))
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        seen: list[Any] = []
+        for factor in (INF, 1.0):
+            accelerator.backward(p.sum() * factor)
+            if not torch.isfinite(accelerator.clip_grad_norm_([p], 1.0)):
+                optimizer.zero_grad()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            seen.append((optimizer.step_was_skipped, schedule.get_last_lr(), p.tolist()))
+            seen.append(accelerator.scaler.get_scale())
+        return seen
+
+    theirs = run(stock(kwargs_handlers=[GradScalerKwargs(init_scale=SCALE)]))
+    accelerator = attached(on_overflow=on_overflow)
+    assert run(accelerator) == theirs
+    assert [record.skipped for record in accelerator.scaler_history.records] == [True, False]
+    detach(accelerator)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,7 +8,7 @@ what it learns of an optimizer to the window, and reads there what others have w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -172,7 +172,9 @@ class Boundary:
             if not scaler.is_enabled():
                 stepper.step_idle()
             return True
-        if scaler.is_enabled() and scaler.window.opened_by is None:
+        is_over = known is not None and known.stage is OptState.STEPPED
+        is_over = is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer))))
+        if scaler.is_enabled() and (scaler.window.opened_by is None or is_over):
             self._step_without_window(optimizer)
             return True
         self._idle.pop(optimizer, None)
@@ -242,26 +244,28 @@ class Boundary:
         self.scaler.ranks.step_ended(optimizer)
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         self.scaler.skips.names.update(record.names)
-        if record.found_inf and has_ranks() and not self._has_named_own:
-            self._name_own(optimizer)
+        if record.is_skipped and has_ranks() and not self._has_named_own:
+            self._name_own(optimizer, record.overflowed)
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
 
-    def _name_own(self, optimizer: Optimizer) -> None:
+    def _name_own(self, optimizer: Optimizer, overflowed: Sequence[Tensor]) -> None:
         """Say once that this rank skips without the others, where that is so."""
-        if own := self.scaler.ranks.own(optimizer):
+        own = self.scaler.ranks.own(optimizer)
+        if own and {*map(id, overflowed)}.issubset(map(id, own)):
             self._has_named_own = True
             logger.warning(
-                "%s overflowed, and this rank skips it without the others: DDP does not reduce %s. "
-                "In fp16 the scales of the ranks differ from here on. Set sharded=True, so that "
-                "ranks agree on each skip, if all of them step this optimizer. (Logged once.)",
+                "%s is skipped on this rank, and not on others: DDP does not reduce %s. What was "
+                "clipped together with it is skipped, too, and in fp16 the ranks' scales differ "
+                "from here on. Set sharded=True, so that ranks agree on each skip, if all of them "
+                "step this optimizer. (Logged once.)",
                 type(optimizer).__name__,
                 listed(self.scaler.parameter_names.of(own[:MAX_NAMES], optimizer), len(own)),
             )
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
-        """Nothing was scaled since the last step: only zero gradients are right as they are.
+        """Nothing was scaled since its last step: only zero gradients are right as they are.
         ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some."""
         if any(map(nonzero, gradients_of(parameters_of(optimizer)))):
             raise OrderError(

@@ -150,8 +150,8 @@ class Clipping:
             if record.deferred:
                 check.unscale(owner, record)
             unscaled += mine
-        if unscaled:
-            torch.nn.utils.clip_grad_value_(unscaled, clip_value)
+        for some in by_mesh(unscaled):
+            torch.nn.utils.clip_grad_value_(some, clip_value)
         for owner, mine, record in parts:
             if not record.found_inf:
                 check.give_back(owner, record, mine)

@@ -37,7 +37,7 @@ from .headroom import Headroom
 from .heal import Healer
 from .hooks import ForwardListener
 from .recording import WindowRecording
-from .rerun import make_again, run_again
+from .rerun import as_overflowed, make_again, run_again
 
 logger = logging.getLogger("accel_scaler")
 
@@ -206,10 +206,11 @@ class OverflowExplainer(Observer):
         if self._in_a_row == 1:
             self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
-        answers = self._gather((self._in_a_row, self.finder is not None, window.losses.bad()))
-        self._in_a_row = max(in_a_row for in_a_row, _, _ in answers)
-        window.bad_losses = sum(bad for _, _, bad in answers)
-        if self.finder is None and any(watches for _, watches, _ in answers):
+        mine = self._in_a_row, self._first_scale, self.finder is not None, window.losses.bad()
+        in_a_row, first_scales, watches, bad = zip(*self._gather(mine), strict=True)
+        self._in_a_row, self._first_scale = max(in_a_row), max(first_scales)
+        window.bad_losses = sum(bad)
+        if self.finder is None and any(watches):
             self._start_watching("another rank could not run it again" if self.recording else "")
         origin = self._explain(window) if self.how != "off" else None
         if origin is not None:
@@ -304,8 +305,9 @@ class OverflowExplainer(Observer):
         is_common = ranks.has_parts(optimizer)
         if self.recording is None or not (gradients_of(params) or is_common):
             return False
-        if is_common and not (self.is_everywhere and ranks.has_parts(stepping)):
-            return False  # other ranks may not come here
+        is_asked = not has_ranks() or (self.is_everywhere and ranks.has_parts(stepping))
+        if is_common and not is_asked:
+            return False  # other ranks may not ask, or not have the one that steps
         is_dirty = not self.recording.dirty.isdisjoint(map(id, params))
         found = not is_dirty and next(find_nonfinite(gradients_of(params)), None) is not None
         return ranks.agree_on_overflow(found, optimizer, params[0].device)
@@ -318,7 +320,7 @@ class OverflowExplainer(Observer):
         is_lost = not all(bool(local(loss).isfinite().all()) for loss in recording.losses)
         is_lost = is_lost and not window.healed and not recording.obstacle()
         is_last = max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES
-        if any(self._gather(is_lost or is_last)):
+        if self._any_rank(is_lost or is_last):
             return False  # no scale helps, or no lower one is left
         return self._make(window, bad, lower, changes_model=bool(window.healed))
 
@@ -355,19 +357,19 @@ class OverflowExplainer(Observer):
         why = next(filter(None, self._gather(why)), "")
         if not why:
             assert passing is not None
-            factor = scale / window.first_scale
+            factor, around, why = scale / window.first_scale, self.around_backward, "interrupted"
+            given = recording, params, passing, around, scale, factor, changes_model
+            fine = {id(p) for o in self.scaler.managed if o not in bad for p in parameters_of(o)}
+            put_back = as_overflowed(params, fine)
             try:
-                why = make_again(
-                    recording, params, passing, self.around_backward, scale, factor, changes_model
-                )
+                why = next(filter(None, self._gather(make_again(*given))), "")
             except Exception as error:  # the model's own, or out of memory; it is logged
                 if has_ranks():
                     raise  # others wait for this one in a collective
                 why = f"it raised {type(error).__name__}: {error}"
-            why = next(filter(None, self._gather(why)), "")
-            if why:
-                for p in params:
-                    p.grad = None
+            finally:
+                if why:
+                    put_back()
         if why:
             self._warn_once(
                 f"window {window.index} overflowed and is skipped, as its gradients cannot be made "
@@ -446,7 +448,7 @@ class OverflowExplainer(Observer):
         found, why = self._run_again(self.recording, factor)
         found = self._agreed(found)
         if found is None:
-            self._start_watching(why or "all that was seen was finite when it was run again")
+            self._start_watching(why or "all that was seen was finite")
         return found
 
     def _run_again(
@@ -456,15 +458,16 @@ class OverflowExplainer(Observer):
         obstacle = recording.obstacle()
         if self._stepped is self._explained:  # the present one: another optimizer has stepped in it
             obstacle = "another optimizer has updated parameters in it already"
-        is_alone = has_ranks() and not self._is_together
-        if is_alone and any(is_sharded(model.parameters()) for model in self.models):
-            obstacle = ALONE  # its forward communicates
+        if has_ranks() and not self._is_together:
+            obstacle = ALONE  # and a forward may communicate
         why = next(filter(None, self._gather(obstacle)), "")
         if why:
             return None, why
         try:
             return run_again(recording, self.around_backward, factor), ""
         except Exception as error:  # the model's own, or out of memory; it is logged
+            if has_ranks() and any(is_sharded(model.parameters()) for model in self.models):
+                raise  # others wait for this one in its forward
             return None, f"it raised {type(error).__name__}: {error}"
 
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
@@ -487,7 +490,7 @@ class OverflowExplainer(Observer):
             healer.window_was_fine()
             return
         if found.where:  # else it cannot be run again
-            window.healed = healer.heal(self.models, found, at_scale_1)
+            window.healed = healer.heal(self.models, found, at_scale_1, self._any_rank)
         if window.healed and self._speaks:
             logger.warning(
                 "window %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "
@@ -502,8 +505,8 @@ class OverflowExplainer(Observer):
         """Watch modules while they run. ``why``: the window could not be run again."""
         if why:
             self._warn_once(
-                f"the window that overflowed could not be run again: {why}. The next windows are "
-                "watched while they run (see find_overflow)."
+                f"where the overflow began was not seen by running the window again: {why}. The "
+                "next windows are watched while they run (see find_overflow)."
             )
         self.finder = OverflowFinder()
         self._left_to_watch = MAX_WATCHED if self.recording is None else 1
@@ -530,6 +533,9 @@ class OverflowExplainer(Observer):
     def _gather(self, value: T) -> list[T]:
         """``value`` of every rank, or of this one alone."""
         return gather_objects(value, self._device) if self._is_together else [value]
+
+    def _any_rank(self, answer: bool) -> bool:
+        return any(self._gather(answer))
 
     def _agreed(self, found: Origin | None) -> Origin | None:
         """What the first rank has found that has found something, preferably in a module."""

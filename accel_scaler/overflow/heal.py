@@ -55,21 +55,26 @@ class Healer:
         self._last, self._in_a_row = "", 0
 
     def heal(
-        self, models: Sequence[Module], origin: Origin, run_again: RunAgain
+        self,
+        models: Sequence[Module],
+        origin: Origin,
+        run_again: RunAgain,
+        any_rank: Callable[[bool], bool] = bool,
     ) -> tuple[str, ...]:
         """Run modules in float32 that cure the overflow of this origin, at scale 1 and so at any.
 
-        Returns the names of those that are in float32 from now on; none where nothing helps, which
-        is logged once for each module in which an overflow began.
+        ``any_rank``: whether an answer is True on any rank; they decide alike, though one may watch
+        a model of its own. Returns the names of those that are in float32 from now on; none where
+        nothing helps, which is logged once for each module in which an overflow began.
         """
-        if origin.is_of_data or origin.module in self._hopeless:
+        if any_rank(origin.is_of_data or origin.module in self._hopeless):
             return ()
         if origin.where not in ("forward", "loss"):
             self._in_a_row = self._in_a_row + 1 if origin.module == self._last else 1
             self._last = origin.module
-            if self._in_a_row < MIN_OVERFLOWS:
+            if any_rank(self._in_a_row < MIN_OVERFLOWS):
                 return ()
-        names, why = self._search(models, origin.module, run_again)
+        names, why = self._search(models, origin.module, run_again, any_rank)
         if names:
             self.fp32_modules.add(names, models)
             self.window_was_fine()
@@ -86,14 +91,18 @@ class Healer:
         return tuple(names)
 
     def _search(
-        self, models: Sequence[Module], name: str, run_again: RunAgain
+        self,
+        models: Sequence[Module],
+        name: str,
+        run_again: RunAgain,
+        any_rank: Callable[[bool], bool],
     ) -> tuple[list[str], str]:
         """The names of modules that cure it, or why there are none."""
         tried: list[str] = []
         runs = 0
         while name and runs < MAX_RUNS and len(tried) < MAX_MODULES:
             names = [each for each in tried if not _is_in(each, name)] + [name]
-            if self.share(models, names) > MAX_SHARE:
+            if any_rank(self.share(models, names) > MAX_SHARE):
                 return [], (
                     f"{', '.join(names)} and what is in float32 already hold more than "
                     f"{MAX_SHARE:.0%} of the parameters. Train this model in float32 or bfloat16"

@@ -75,8 +75,8 @@ class ForwardCall:
 
     run: weakref.ref[Any]
     """What was called; a model without wrappers other than DDP's."""
-    syncs: bool
-    """DDP and FSDP2 reduce gradients in its backward."""
+    syncs: weakref.WeakSet[DistributedDataParallel]
+    """The wrappers that reduce gradients in its backward."""
     device: torch.device
     backward: int
     """The number of the backward that reaches it."""
@@ -488,7 +488,7 @@ class WindowRecording(ForwardListener):
         self._forwards += 1
         return ForwardCall(
             run,
-            all(m.require_backward_grad_sync for m in self.parallel),
+            weakref.WeakSet(m for m in self.parallel if m.require_backward_grad_sync),
             device,
             self.backwards,
             args,

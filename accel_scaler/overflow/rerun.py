@@ -6,7 +6,8 @@ and random state, no more. ``make_again`` runs it for its gradients, at another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..models import as_replay, is_fsdp2
-from ..scaling import Origin, gradients_of
+from ..scaling import Origin, gradients_of, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
 from .recording import ForwardCall, Source, WindowRecording, largest_of, last_of, random_state
@@ -82,7 +83,8 @@ def make_again(
         changes_model: the outputs may be others than those of the window.
 
     Raises:
-        Whatever the model raises; the gradients are dropped then.
+        Whatever the model raises. The gradients are anything then, as where it returns a reason;
+        :func:`as_overflowed` puts others in their place.
     """
     models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
@@ -113,10 +115,6 @@ def make_again(
                     model.set_requires_gradient_sync(recording.synced[number], recurse=False)
                 with around_backward():
                     _backward(seeded)
-        except BaseException:
-            for p in parameters:
-                p.grad = None
-            raise
         finally:
             for p, flag in zip(parameters, flags, strict=True):
                 p.requires_grad_(flag)
@@ -127,6 +125,26 @@ def make_again(
         return "its forward writes to its parameters"
     are_same = changes_model or all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
     return why if are_same else "its forward gave another output: it has state of its own"
+
+
+def as_overflowed(parameters: Sequence[Tensor], kept: Collection[int]) -> Callable[[], None]:
+    """A function to call where :func:`make_again` has failed: gradients are as after any overflow.
+    They are the tensors of now, with inf; with their values of now, of which host memory has a copy
+    until then, where ``kept`` has the ``id`` of the parameter. Synchronises."""
+    before = []
+    for p, grad in ((p, p.grad) for p in parameters):
+        is_kept = grad is not None and (id(p) in kept or grad.is_sparse)  # these cannot be filled
+        values = local(grad).to("cpu", copy=True) if is_kept else torch.tensor(math.inf)
+        before.append((p, grad, values))
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for p, grad, values in before:
+            p.grad = grad
+            if grad is not None:
+                local(grad).copy_(values)
+
+    return put_back
 
 
 def _micro_batches(
@@ -228,12 +246,14 @@ def _buffers_as_before(calls: Sequence[ForwardCall], keeps: bool) -> Iterator[No
 
 
 @contextmanager
-def _reducing(models: Iterable[DistributedDataParallel], syncs: bool) -> Iterator[None]:
-    """DDP's forwards in the block lead to a backward that reduces gradients, or to none that
-    does."""
+def _reducing(
+    models: Iterable[DistributedDataParallel], syncs: Container[DistributedDataParallel]
+) -> Iterator[None]:
+    """Forwards of ``syncs`` in the block lead to a backward that reduces gradients, and those of
+    other ``models`` to one that does not."""
     before = [(model, model.require_backward_grad_sync) for model in models]
     for model, _ in before:
-        model.require_backward_grad_sync = syncs
+        model.require_backward_grad_sync = model in syncs
     try:
         yield
     finally:

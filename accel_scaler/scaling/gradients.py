@@ -270,11 +270,11 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
         torch.autograd.graph.increment_version([grad])
 
 
-def by_mesh(grads: Iterable[Tensor]) -> list[list[Tensor]]:
-    """DTensors of one mesh together, and plain tensors: torch takes no norm of both at once."""
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """DTensors of one mesh together, and plain tensors: torch takes no list of both."""
     meshes: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        meshes.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    for t in tensors:
+        meshes.setdefault(getattr(t, "device_mesh", None), []).append(t)
     return list(meshes.values())
 
 

@@ -124,6 +124,8 @@ class Player:
             self.stop_reading()
         if self.setup.retry and self.is_open and name not in HARMLESS:
             return
+        if not self.is_open:
+            self.ours.net.again = "same"
         if getattr(self, name)(**arguments) is not False:
             self.seen[name] += 1
         self.compare()
@@ -258,6 +260,7 @@ class Player:
         plain=(False, False, True),
         thread=[False] * 5 + [True],
         blows=(False, True),
+        again=["same"] * 4 + ["other", "raise"],
     )
     def backward(
         self,
@@ -266,21 +269,25 @@ class Player:
         plain: bool = False,
         thread: bool = False,
         blows: bool = False,
+        again: str = "same",
     ) -> Any:
         """``plain``: ``scaler.scale(loss).backward()``; ``thread``: on a thread of its own;
-        ``blows``: a gradient overflows, unless its backward runs again."""
+        ``blows``: a gradient overflows, unless its backward runs again; ``again``: see ``Net``."""
         if self.clips:
             return False
-        if not self.is_open:
+        net, is_first = self.ours.net, not self.is_open
+        again = again if net.again == "same" else net.again
+        if is_first:
             grads = [p.grad for p in self.plain.net.parameters()]
             self.spoilt = any(g is not None and bool(g.count_nonzero()) for g in grads)
             self.versions = [p._version for p in self.ours.net.parameters()]
         self.count += 1
         aside = thread and self.attached and self.device == "cpu"
-        again = self.is_open
 
         def run() -> bool:
+            net.again = "same"
             mine, other = self.losses(used)
+            net.again = again
             if not other.requires_grad:
                 return False
             if blows and self.setup.retry and not self.blown:
@@ -292,7 +299,7 @@ class Player:
         ran = in_thread(run) if aside else run()
         self.spoilt |= ran and (plain or bad)
         self.seen["overflow"] += bad and ran
-        self.seen["several micro-batches"] += again and ran
+        self.seen["several micro-batches"] += ran and not is_first
         self.seen["backward in a thread"] += aside and ran
         return ran
 
@@ -315,6 +322,12 @@ class Player:
             self.seen["run again"] += not self.spoilt
             self.seen["not run again"] += self.spoilt
             if self.spoilt or not self.plain.may_retry():
+                break
+            if self.ours.net.again != "same":
+                self.seen["run again in vain"] += 1
+                self.spoilt = True  # given up: as any overflow
+                for q in (q for _, q in self.pairs if q.grad is not None):
+                    q.grad.fill_(INF)
                 break
             self.plain.retry()
 

@@ -123,6 +123,9 @@ class Setup(Short):
 class Net(nn.Module):
     """Layers that a forward may leave out; one parameter has no module of its own."""
 
+    again = "same"
+    """What the window's forwards do when they run again; else ``other``, or ``raise``."""
+
     def __init__(self, setup: Setup, device: str = "cpu") -> None:
         super().__init__()
         self.width, self.device, dtypes = setup.width, device, setup.dtypes
@@ -143,6 +146,8 @@ class Net(nn.Module):
         return self.extra[-1]
 
     def forward(self, x: Tensor, used: Sequence[str]) -> Tensor:
+        if self.again == "raise" and torch.is_grad_enabled():
+            raise RuntimeError("not again")
         # From the back to the front of `parameters()`, so that the parts are put in order.
         for p in self.extra if "extra" in used else ():
             x = x + p
@@ -152,7 +157,8 @@ class Net(nn.Module):
             x = x + self.inner(x.to(self.inner.weight.dtype)).tanh()
         if "outer" in used:
             x = self.outer(x.to(self.outer.weight.dtype))
-        return (x.float() ** 2).mean()
+        out = (x.float() ** 2).mean()
+        return 2.0 * out + 1.0 if self.again == "other" and torch.is_grad_enabled() else out
 
     def loss(self, seed: int, used: Sequence[str]) -> Tensor:
         x = torch.randn(2, self.width, generator=torch.Generator().manual_seed(seed))

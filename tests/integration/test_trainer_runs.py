@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -85,6 +86,29 @@ def test_a_run_that_makes_windows_again_equals_one_in_which_nothing_overflows(
     assert [r.scale for r in records[1:3]] == [1024.0, 512.0]
     assert logs(ours) == logs(theirs)
     assert torch.equal(weights(ours.model), weights(theirs.model))
+
+
+def test_a_window_that_cannot_be_made_again_is_an_ordinary_skip(tmp_path: Path) -> None:
+    """The Trainer clips, so that the clip meets it: the schedule stays, the window ends."""
+    losses: Counter[int] = Counter()
+
+    class Once(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            losses[self.state.global_step] += 1
+            if losses[self.state.global_step] > self.args.gradient_accumulation_steps:
+                raise RuntimeError("only once")
+            return super().compute_loss(*args, **kwargs)
+
+    def run(on_overflow: str) -> tuple[Any, Recorder]:
+        losses.clear()
+        trainer, recorder = make(tmp_path / on_overflow, OVERFLOWS[:1], Once)
+        train(attach(trainer, init_scale=1024.0, on_overflow=on_overflow))
+        return trainer, recorder
+
+    theirs, ours = run("skip"), run("retry")
+    assert losses[SKIPPED[0]] > 4
+    assert_same(ours, theirs)
+    assert [i for i, skipped in enumerate(ours[1].skipped) if skipped] == SKIPPED[:1]
 
 
 def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ TRAINING = (
     *("backward in a thread", "to sync", "to overlap", "to delayed", "to auto"),
     *("loaded by Accelerate", "saved inside a window", "attached", "raw"),
     *("precision fp16", "precision bf16", "precision no", "bfloat16 in place"),
-    *("spike", "stepped on NaN", "run again", "not run again"),
+    *("spike", "stepped on NaN", "run again", "not run again", "run again in vain"),
     *("auto, beside: True", "auto, beside: False"),
 )
 SCALER = (

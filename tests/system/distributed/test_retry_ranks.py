@@ -51,10 +51,15 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    scale: float, is_sharded: bool = False, by_script: bool = False, bad: int = -1, **settings: Any
+    scale: float,
+    is_sharded: bool = False,
+    by_script: bool = False,
+    bad: int = -1,
+    drifts: bool = False,
+    **settings: Any,
 ) -> tuple[Any, list[Any]]:
     """Two micro-batches a window, of which the last reduces. ``bad``: the first rank's batch with
-    inf in it."""
+    inf in it. ``drifts``: on the other rank a forward gives another output the second time."""
     reset()
     given: dict[str, Any] = {"init_scale": scale, "optimizer_threads": 1} | settings
     accelerator: Any = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
@@ -65,8 +70,16 @@ def train(
     else:
         model = accelerator.prepare_model(plain)
     optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(plain.parameters(), lr=1e-3))
-    losses = []
+    losses, calls = [], list[int]()
+
+    def drift(_: nn.Module, args: Any) -> Any:
+        calls.append(len(calls))
+        return (args[0] * len(calls),)
+
+    if drifts and dist.get_rank() == 1:
+        plain.after.register_forward_pre_hook(drift)
     for number in range(8):
+        calls.clear()
         is_last = number % 2 == 1
         accelerator.gradient_state._set_sync_gradients(is_last)
         for module in plain.modules() if is_sharded else ():
@@ -135,6 +148,22 @@ def test_data_that_are_not_finite_on_one_rank_are_one_skip(
         _, records = train(64.0, on_overflow="retry", **given)
         assert [r.skipped for r in records] == [False, False, True, False]
         assert [r.scale for r in records] == [64.0, 64.0, 64.0, 32.0]
+
+    on_two_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("is_sharded", [False, pytest.param(True, marks=before_torch(2, 7, ""))])
+def test_a_forward_that_differs_on_one_rank_is_an_ordinary_skip_on_both(
+    is_sharded: bool, tmp_path: Path
+) -> None:
+    def body() -> None:
+        given: Any = {"is_sharded": is_sharded, "sharded": is_sharded, "drifts": True}
+        ours, records = train(2.0**16, on_overflow="retry", **given)
+        theirs, plain = train(2.0**16, **given)
+        assert [r.skipped for r in records] == [r.skipped for r in plain]
+        assert [r.next_scale for r in records] == [r.next_scale for r in plain]
+        assert [r.skipped for r in plain] == [True, True, True, True]
+        assert_same(ours, theirs)
 
     on_two_ranks(body, tmp_path)
 

@@ -286,6 +286,8 @@ class WindowRecording(ForwardListener):
                 return "a parameter got a gradient that no recorded forward gives"
             away = min(abs(again - then * factor), abs(again - then * scale))
             if math.isfinite(away) and away > 0.01 * largest * bool(then):
+                if away < 0.1 * largest:  # rounding, which doubles each time that the scale halves
+                    return "float16 has lost bits at this scale: more than 1% of a finite gradient"
                 return "a finite gradient came out different: it was changed, or made by a hook"
         return ""
 

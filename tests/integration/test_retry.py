@@ -629,6 +629,22 @@ def test_a_window_that_cannot_be_made_again_is_an_ordinary_skip_told_once(
     assert why in caplog.text or (has_joined and between is by_hand)
 
 
+def test_bits_that_float16_loses_at_a_low_scale_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The one gradient is beyond float16 at a scale of 1, too; the other is 71 * 2**-24 at a scale
+    of 2, and rounded to 36 * 2**-24 at 1."""
+    with attached(None, on_overflow="retry", init_scale=2.0, find_overflow="off") as accelerator:
+        nets = Plain(), Plain()
+        models = accelerator.prepare(*nets)
+        optimizer = accelerator.prepare(sgd([net.w for net in nets]))
+        large, small = (torch.full((4,), x) for x in (2.0**15, 71 * 2.0**-25))
+        accelerator.backward(2 * models[0](large) + models[0](large) + models[1](small))
+        accelerator.clip_grad_norm_([net.w for net in nets], 1.0)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+    assert "float16 has lost bits at this scale" in caplog.text
+    assert "hook" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("x", "given", "expected", "retries"),
     [

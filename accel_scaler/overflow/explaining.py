@@ -403,6 +403,8 @@ class OverflowExplainer(Observer):
                 if record is not None and record.is_carried:
                     return [], "another optimizer has gradients of an earlier window"
                 continue
+            if record is not None and record.returned is not None:
+                return [], "an earlier clip is left to the step of an optimizer, and would be lost"
             found.append(optimizer)
         return found, ""
 

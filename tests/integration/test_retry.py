@@ -645,6 +645,31 @@ def test_bits_that_float16_loses_at_a_low_scale_are_named(caplog: pytest.LogCapt
     assert "hook" not in caplog.text
 
 
+def test_an_earlier_clip_is_not_lost_where_gradients_are_made_again() -> None:
+    """float16 gradients stay scaled, and a clip of theirs is left to the step."""
+
+    def run(scale: float, **settings: Any) -> tuple[Any, list[Any]]:
+        with attached(None, init_scale=scale, **settings) as accelerator:
+            nets = Plain().half(), Plain().half()
+            models = accelerator.prepare(*nets)
+            optimizers = [accelerator.prepare(sgd(net.parameters())) for net in nets]
+            for size in (64.0, 1.0):
+                loss = models[0](torch.full((4,), size)) + models[1](torch.full((4,), 0.5))
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(nets[1].w, 0.25)
+                accelerator.clip_grad_norm_([net.w for net in nets], 256.0)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            records = list(accelerator.scaler_history.records)
+            return [copy.deepcopy(each.state_dict()["state"]) for each in optimizers], records
+
+    ours, records = run(2.0**14, on_overflow="retry")
+    theirs, plain = run(2.0**14)
+    assert [r.skipped for r in records] == [r.skipped for r in plain] == [True, False]
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("x", "given", "expected", "retries"),
     [

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..async_optimizer import MasterRule, Worker, take_over
-from ..config import SET_IN, ScalerConfig, checked, environment, merge
+from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary
@@ -34,6 +34,15 @@ from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 
 logger = logging.getLogger("accel_scaler")
+
+
+TOGETHER = ("find_overflow", "heal", "on_overflow", "growth_headroom")
+"""Settings that ranks which explain an overflow together have to share."""
+OF_A_RANK = (
+    *("fp32_modules", "max_consecutive_skips", "optimizer_threads"),
+    *("telemetry", "underflow_interval", "log_values", *TOGETHER),
+)
+"""Settings that a rank may have alone: nobody waits for it, and steps and scales are the same."""
 
 
 class Attachment:
@@ -158,15 +167,19 @@ class Attachment:
     def compare_settings(self, prepared: Module) -> None:
         """Let the ranks of a model explain its overflows together if all have the same settings.
 
-        A collective where ``prepared`` is DDP's, or sharded, over all ranks.
+        A collective where ``prepared`` is DDP's, or sharded, over all ranks. Raises ``ConfigError``
+        on all of them where settings differ by which ranks would step or scale otherwise.
         """
         if not has_ranks() or not is_worldwide(prepared):
             return
-        config = self.config
-        wish = config.finds_overflow, config.heal, config.on_overflow, config.growth_headroom
-        is_same = len(set(gather_objects(wish, self.device))) == 1
+        every = gather_objects(asdict(self.config), self.device)
+        values = {name: [settings[name] for settings in every] for name in FIELDS}
+        differ = [name for name, given in values.items() if given != [given[0]] * len(given)]
+        if wrong := [name for name in differ if name not in OF_A_RANK]:
+            name = wrong[0]
+            raise ConfigError(f"{name}: got {values[name]} on the ranks, expected one for all.")
         if self.explainer is not None:
-            self.explainer.is_everywhere = is_same
+            self.explainer.is_everywhere = not set(differ).intersection(TOGETHER)
 
     def share_scale(self) -> None:
         """Take the scale and the counters of the rank that has closed the most windows. A

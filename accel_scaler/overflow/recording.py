@@ -553,5 +553,5 @@ def _bytes(tensor: Tensor) -> int:
 def _version(tensor: Tensor | None) -> int:
     if tensor is None or tensor.is_inference():
         return 0
-    # FSDP2 adds to the shard.
-    return tensor._version if type(tensor) is Tensor else local(tensor)._version
+    # FSDP2 adds to a DTensor's shard, autograd under tensor parallelism to the DTensor.
+    return tensor._version + (0 if type(tensor) is Tensor else local(tensor)._version)

@@ -143,7 +143,7 @@ class Ranks:
         for wrapper in wrappers:
             named, names = wrapper.module.named_parameters(), self._reduced[wrapper]
             reduced.update(id(p) for name, p in named if name in names)
-        return [p for p in parameters_of(optimizer) if id(p) not in reduced]
+        return [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in reduced]
 
     def all_have(self, optimizer: Optimizer) -> bool:
         """Whether every rank is known to have this one's verdict on the optimizer's gradients, and

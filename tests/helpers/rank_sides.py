@@ -423,11 +423,10 @@ class Plain(Side):
         return found
 
     def may_retry(self, window: Window) -> bool:
-        """It overflowed by its scale, and on all ranks, who know it of each other. Nothing makes
-        gradients of tensor parallelism again."""
+        """It overflowed by its scale, and on all ranks, who know it of each other."""
         setup, is_by_scale = self.setup, window.bad in ("", "loud") and self.own is None
         is_together = not (window.no_sync or self.is_local or setup.unlike)
-        return setup.retry and is_by_scale and is_together and setup.wrap != "tensor"
+        return setup.retry and is_by_scale and is_together
 
     def norm(self, optimizer: Any) -> float:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]

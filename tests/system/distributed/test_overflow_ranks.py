@@ -161,3 +161,25 @@ def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
         on_two_ranks(body, tmp_path)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def test_ranks_decide_alike_what_to_heal(tmp_path: Path) -> None:
+    """Rank 0 has a large model of its own, beside which the module that is healed is small."""
+
+    def body() -> None:
+        accelerator = attached(heal=True)
+        plain = Net()
+        plain.before.requires_grad_(False)
+        plain.sick.requires_grad_(False)
+        plain.after = nn.Linear(16, 1)  # the sick one is most of the model
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+        if dist.get_rank() == 0:
+            accelerator.prepare_model(nn.Linear(64, 64), evaluation_mode=True)
+        for number in range(3):
+            accelerator.backward(model(batch(number, quiet=False)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(r.healed for r in accelerator.scaler_history.records)
+        finish(accelerator)
+
+    on_two_ranks(body, tmp_path, limit_s=30)

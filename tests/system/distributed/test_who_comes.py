@@ -18,6 +18,7 @@ from accelerate.local_sgd import LocalSGD
 from children import RANKS, everywhere, on_two_ranks
 from support import reset
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import prepared_shards, weights
 from versions import before_torch
 
-from accel_scaler import UnsupportedError, attach, detach
+from accel_scaler import ConfigError, UnsupportedError, attach, detach
 
 LIMIT_S = 30
 SCALE = 256.0
@@ -195,21 +196,151 @@ def test_parameters_that_a_rank_has_alone(
     compared(train, precision, settings, tmp_path)
 
 
+def passes_by(loop: Stock | Ours, x: Tensor) -> Iterator[Tensor]:
+    yield loop.model(x)
+    yield loop.model.module(x + 1)
+
+
+def two_forwards(loop: Stock | Ours, x: Tensor) -> Iterator[Tensor]:
+    outputs = [loop.model(x), loop.model(x + 1)]
+    yield from outputs
+
+
+def no_sync_before(loop: Stock | Ours, x: Tensor) -> Iterator[Tensor]:
+    with loop.model.no_sync():
+        late = loop.model(x)
+    yield loop.model(x + 1)
+    yield late
+
+
 @pytest.mark.parametrize("settings", EXPLAINS)
-def test_a_forward_that_passes_by_the_wrapper(settings: dict[str, Any], tmp_path: Path) -> None:
-    """DDP reduces nothing then: rank 1 overflows alone."""
+@pytest.mark.parametrize("outputs", [passes_by, two_forwards, no_sync_before])
+def test_a_last_backward_that_ddp_does_not_reduce(
+    outputs: Callable[[Any, Tensor], Iterator[Tensor]], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """What overflows in it, on rank 1, is that rank's alone."""
 
     def train(loop: Stock | Ours) -> Any:
         for number in range(4):
+            made = outputs(loop, batch(number))
             with loop.half:
-                model = loop.model if number == 0 else loop.model.module
-                loss = model(batch(number)).float().square().mean()
-            bad = number == 2 and dist.get_rank() == 1
-            loop.backward(loss * (torch.inf if bad else 1.0))
+                losses = [next(made)]
+                losses += made if outputs is two_forwards else ()
+            for index in range(2):
+                if index == len(losses):
+                    with loop.half:
+                        losses.append(next(made))
+                bad = index == 1 and number == 2 and dist.get_rank() == 1
+                loop.backward(losses[index].float().square().mean() * (torch.inf if bad else 1.0))
             loop.step(loop.optimizer)
         return [loop.model]
 
     compared(train, "fp16", settings | {"growth_interval": 2000}, tmp_path)
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
+def test_a_hook_of_ddp_that_averages_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    def train(loop: Stock | Ours) -> Any:
+        loop.model.register_comm_hook(None, noop_hook)
+        for number in range(4):
+            bad = number == 2 and dist.get_rank() == 1
+            loop.backward(loss_of(loop, number) * (torch.inf if bad else 1.0))
+            loop.step(loop.optimizer)
+        return [loop.model]
+
+    compared(train, "no", settings, tmp_path)
+
+
+class Talks(nn.Module):
+    """Its forward communicates, as a contrastive loss over all ranks does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        every = [torch.empty_like(out) for _ in range(RANKS)]
+        dist.all_gather(every, out.detach())
+        return out + torch.stack(every).mean()
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
+def test_a_forward_that_communicates_is_not_run_again_alone(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A parameter of rank 1 overflows."""
+
+    def body() -> None:
+        reset()
+        accelerator: Any = Accelerator(mixed_precision="fp16")
+        attach(accelerator, init_scale=SCALE, **settings)
+        module, own = Talks(), head()
+        model, optimizer, its = accelerator.prepare(module, sgd(module), sgd(own))
+        for number in range(4):
+            x = batch(number)
+            bad = torch.inf if number == 1 and dist.get_rank() == 1 else 1.0
+            accelerator.backward(model(x).float().square().mean() + own(x[:, :1]).sum() * bad)
+            its.step()
+            optimizer.step()
+            assert its.step_was_skipped is (bad != 1.0)
+            assert not optimizer.step_was_skipped
+            its.zero_grad()
+            optimizer.zero_grad()
+        accelerator.scaler.abandon_window()
+        detach(accelerator)
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
+@pytest.mark.parametrize("precision", ["fp16", "no"])
+def test_shards_clipped_together_with_a_ranks_own(precision: str, tmp_path: Path) -> None:
+    """Rank 1's own gradients overflow: all ranks skip all of it, once."""
+
+    def body() -> None:
+        reset()
+        accelerator: Any = Accelerator(mixed_precision=precision)
+        attach(accelerator, **({"init_scale": SCALE} if precision == "fp16" else {}))
+        model, own = prepared_shards(accelerator, plain := net(), *plain), head()
+        optimizers = [accelerator.prepare_optimizer(sgd(each)) for each in (plain, own)]
+        params, seen = [*plain.parameters(), *own.parameters()], []
+        for number in range(3):
+            x = batch(number)
+            bad = torch.inf if number == 1 and dist.get_rank() == 1 else 1.0
+            accelerator.backward(model(x).float().square().mean() + own(x[:, :1]).sum() * bad)
+            before = weights(plain.parameters())
+            accelerator.clip_grad_norm_(params, 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                seen.append(optimizer.step_was_skipped)
+            assert torch.equal(before, weights(plain.parameters())) is (number == 1)
+            accelerator.gradient_state._set_sync_gradients(True)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        assert seen == [False, False, True, True, False, False]
+        detach(accelerator)
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+@pytest.mark.parametrize("name", ["skip_nonfinite", "init_scale"])
+def test_settings_by_which_ranks_would_step_otherwise_are_refused_on_all(
+    name: str, tmp_path: Path
+) -> None:
+    values: Any = {"skip_nonfinite": [True, False], "init_scale": [64.0, 32.0]}[name]
+
+    def body() -> None:
+        reset()
+        precision = "fp16" if name == "init_scale" else "no"
+        accelerator: Any = Accelerator(mixed_precision=precision)
+        attach(accelerator, **{name: values[dist.get_rank()]})
+        module = net()
+        with pytest.raises(ConfigError, match=name):
+            accelerator.prepare(module, sgd(module))
+        detach(accelerator)
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
 
 
 @pytest.mark.parametrize("headroom", [True, False])

@@ -9,6 +9,7 @@ import torch
 from boundary_support import models, one, ours
 from support import LR, Linear
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import SGD, Optimizer, SparseAdam
 
 from accel_scaler import ScalerConfig
@@ -93,3 +94,20 @@ def test_a_warning_names_the_only_optimizer_where_it_never_has_a_gradient(
             stale.step()
         found = [text for text in caplog.messages if "never had a gradient" in text]
         assert len(found) == (step >= 19)
+
+
+def test_torchs_checkpoints_make_state_after_a_run_that_only_skipped() -> None:
+    """They step on zeros, in a window that is over."""
+    a = ours()
+    model: Any = Linear()
+    model, optimizer = a.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR))
+    a.backward(model(INF))
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    _, state = get_state_dict(model, optimizer)
+    assert set(state["state"]["w"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(map(torch.equal, before, model.parameters()))
+    a.backward(model(1.0))
+    optimizer.step()
+    assert not optimizer.step_was_skipped

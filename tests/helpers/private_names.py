@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -66,17 +67,13 @@ def flattened() -> Any:
     return p
 
 
-def joinable() -> Any:
-    """What may be out of inputs before it is on other ranks."""
-    from torch.distributed.algorithms.join import Joinable
-
-    class One(Joinable):
-        join_hook = join_device = join_process_group = None  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            super().__init__()
-
-    return One()
+def parallel() -> Any:
+    """A model under DDP."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    finally:
+        dist.destroy_process_group()
 
 
 def compiled() -> Any:
@@ -161,7 +158,7 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         fused_adam: ("_step_supports_amp_scaling",),
         fsdp_state: ("_states_to_forward_prefetch",),
         flattened: ("_fsdp_flattened",),
-        joinable: ("_join_config",),
+        parallel: ("_comm_hooks", "_join_config"),
         module: ("_buffers",),
         compiled_module: ("_orig_mod",),
         compiled: ("_torchdynamo_orig_callable",),

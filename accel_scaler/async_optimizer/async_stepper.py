@@ -759,6 +759,8 @@ class AsyncStepper(Stepper):
     def _settle(self) -> None:
         """No step is in flight any more."""
         self._inflight = None
+        if self.delayed is None:  # else a preview may still read it
+            self.replica.give_back_state()
         self.stage = Stage.COMPUTED if self.has_newer else Stage.IDLE
 
     def _publish(self, delayed: DelayedUpdates) -> None:
@@ -868,6 +870,7 @@ class AsyncStepper(Stepper):
                 self.streams.wait_for_all()
                 self._follow_edits()
                 self._publish(delayed)
+            self.replica.give_back_state()
 
     def _publish_for_reader(self) -> bool:
         """A parameter is used between a step and the next training forward: publish the newest.

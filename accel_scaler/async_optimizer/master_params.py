@@ -70,12 +70,11 @@ class ParameterPair(Placed):
         self.guard: Any = None
         """The handle of the hook that waits before a backward adds to the gradient."""
 
-    def place(self, arena: Arena, slot: int) -> None:
-        """Take ``slot`` of ``arena``; step the master there from now on, if that has masters."""
+    def place(self, arena: Arena, slot: int, memory: Tensor | None) -> None:
+        """Take ``slot`` of ``arena``; step a master in ``memory`` from now on (None: no master)."""
         self.arena, self.slot = arena, slot
-        if not arena.has_masters:
+        if memory is None:
             return
-        memory = arena.views(MASTER)[slot]
         memory.copy_(self.target)
         self.is_master = True
         self.stepped = nn.Parameter(memory, requires_grad=True)
@@ -204,8 +203,10 @@ def _place(pairs: Sequence[ParameterPair], has_masters: bool, offload: bool) -> 
         mine = list(neighbours)
         device = torch.device("cpu") if offload else mine[0].target.device
         arena = Arena([pair.target for pair in mine], device, has_masters)
+        slots = range(len(mine))
+        memory = arena.allocate(slots, MASTER) if has_masters else [None] * len(mine)
         for slot, pair in enumerate(mine):
-            pair.place(arena, slot)
+            pair.place(arena, slot, memory[slot])
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, filterfalse, pairwise
+from itertools import chain, filterfalse, pairwise, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..optimizer_step import (
     ATTRIBUTE,
-    Arena,
     Follower,
     Held,
     Placed,
@@ -154,11 +153,15 @@ class Replica:
         self._layout: object = None
         """Where ``known`` were, as :meth:`_layout_of` describes it."""
         self._shared: Held | None = None
-        """The optimizer's state and all that is in it, when it was last shared."""
+        """The optimizer's state, when it was last shared."""
+        self._stepped: list[Any] = []
+        """What is stepped for each of its keys; the key itself where it belongs to no pair."""
+        self._borrowed: list[Any] = []
+        """All that is in it, while a step uses it."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Of each group then: whether a kernel takes it, and with which keys of state."""
         self._has_all_state = False
-        self._recorded: tuple[Any, list[Any]] = None, []
+        self._recorded: tuple[Any, Held] = None, Held((), ())
         """The training stream and these values, when they were last recorded on streams."""
 
     def is_current(self) -> bool:
@@ -309,13 +312,24 @@ class Replica:
 
     def share_state(self, grads: Sequence[Tensor | None]) -> None:
         """Share the optimizer's state entries, also those added since."""
-        state, groups, shared = self.optimizer.state, self.optimizer.param_groups, self._shared
+        state = self.optimizer.state
+        self._borrowed = self._lay_out(state, grads)
+        self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
+
+    def give_back_state(self) -> None:
+        """Keep none of the optimizer's state: a script may take it out, to free its memory."""
+        if self.copy is not None:
+            self._borrowed, self.copy.state = [], defaultdict(dict)
+
+    def _lay_out(self, state: dict[Any, Any], grads: Sequence[Tensor | None]) -> list[Any]:
+        """Let pairs step the optimizer's ``state`` as it is now. Returns all that is in it then."""
+        groups, shared = self.optimizer.param_groups, self._shared
         runs = chain.from_iterable(part.runs or () for part in self.parts)
         rule = rule_of(self.optimizer)
         keys = [] if rule is None else [(rule.takes(group), rule.keys(group)) for group in groups]
         fits = keys == self._keys and all(run.still_fits(groups[n]) for n, _, run in runs)
-        held = [state, *state, *state.values(), *_values_of(state)]
-        is_shared = fits and shared is not None and shared.is_current(held)
+        values = _values_of(state)
+        is_shared = fits and shared is not None and shared.is_current([*state], values)
         if not is_shared or not self._has_all_state:
             stepped = [p for p, g in zip(self.params, grads, strict=False) if g is not None]
             new = {id(p) for p in stepped if p not in state}
@@ -324,29 +338,25 @@ class Replica:
                     state[p] = {}
                     is_shared = False
         if is_shared:
-            return
+            return values
         known = [pair for pair in self.pairs if pair.param in state]
         self._has_all_state = len(known) == len(self.pairs)
-        others = {key: entry for key, entry in state.items() if not isinstance(key, Tensor)}
-        self.copy.state = defaultdict(dict, others)
-        self.copy.state.update({pair.stepped: state[pair.param] for pair in known})
-        entries: dict[Arena, dict[int, Any]] = {}
-        for pair in self.pairs:
-            entry = self.copy.state.get(pair.stepped, {})
-            entries.setdefault(pair.arena, {})[pair.slot] = entry
-        for arena, mine in entries.items():
-            arena.let_go(mine)
+        stepped_of = {id(pair.param): pair.stepped for pair in known}
+        self._stepped = [stepped_of.get(id(key), key) for key in state]
+        for arena in {pair.arena for pair in self.pairs}:
+            arena.renew_counts()
         # What is moved has another memory after it.
-        before = [t.detach() for t in _tensors_in(_values_of(state)) if self.streams.copies_beside]
+        before = [t.detach() for t in _tensors_in(values) if self.streams.copies_beside]
         for pair in self.pairs:
-            self._move_entry(pair, entries[pair.arena][pair.slot])
+            self._move_entry(pair, state.get(pair.param, {}))
         # Read just now on this stream, whichever their memory is from.
         self.streams.keep(before, at_home=True)
-        held = [state, *state, *state.values(), *_values_of(state)]
-        self._shared, self._keys = Held(held, held), keys
-        self._recorded = None, []  # the same tensors may have another memory
+        values = _values_of(state)
+        self._shared, self._keys = Held([*state], values, repeat(True)), keys
+        self._recorded = None, Held((), ())  # the same tensors may have another memory
         for part in self.parts:
             part.runs = None
+        return values
 
     @property
     def version(self) -> object:
@@ -361,7 +371,7 @@ class Replica:
         if self.has_masters or self._shares_memory or not self.is_current():
             return ()
         with torch.inference_mode(False), self.streams.as_at_home():
-            self.share_state([p.grad for p in self.params])
+            self._lay_out(self.optimizer.state, [p.grad for p in self.params])
         return self.pairs
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
@@ -391,9 +401,9 @@ class Replica:
         # In ``auto`` steps on either stream use the scratch.
         values = [*_values_of(self.copy.state), *self._scratch.tensors]
         home, recorded = self._recorded
-        if home != streams.home or not are_same(values, recorded):
+        if home != streams.home or not recorded.is_current((), values):
             streams.keep(_tensors_in(values), at_home=True)
-            self._recorded = streams.home, values
+            self._recorded = streams.home, Held((), values)
 
     def expect_masters(self, params: Iterable[Tensor]) -> None:
         """Masters of ``params`` are about to be loaded: :meth:`follow` makes room for those of
@@ -435,6 +445,7 @@ class Replica:
                 loaded = pair.target if master is None else shard_of(master, pair.param)
                 pair.stepped.data.copy_(loaded)
         self._shared, self.has_loaded = None, True
+        self.give_back_state()
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has what was published: copy to the masters what was
@@ -510,7 +521,7 @@ class Replica:
         return () if rule is None else rule.keys(group)
 
     def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], Run]]:
-        rule, state = rule_of(self.optimizer), self.copy.state
+        rule = rule_of(self.optimizer)
         if rule is None:
             return
         for number, places in part.groups.items():
@@ -518,7 +529,7 @@ class Replica:
             for some in neighbours(part.pairs, places):
                 pairs = [part.pairs[place] for place in some]
                 sends = {"is_sent": self.sends, "sends": self.streams.copies_beside}
-                yield number, some, Run(pairs, rule, group, state, self._scratch, **sends)
+                yield number, some, Run(pairs, rule, group, self.copy, self._scratch, **sends)
 
     def _step_in_python(
         self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None

@@ -1,11 +1,14 @@
-"""Memory for float32 masters and optimizer state, and who has which place in it."""
+"""Where float32 masters and optimizer state lie in memory, and who has which place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, auto
+from functools import partial
+from itertools import compress
 from operator import is_
 from typing import Any
+from weakref import ref as ref_of
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +31,10 @@ class Where(IntEnum):
 
 
 class Arena:
-    """Parameters side by side: masters in one buffer, state of their shape in others like it.
+    """Parameters side by side: masters in one buffer, the first state of neighbours in others.
 
-    ``optimizer.state[p]`` has views of them. What is replaced there is copied before the next step
-    (:meth:`adopt`), and what was taken out is written to no more (:meth:`let_go`). Without masters
-    the state stays where the optimizer has it, but for the counts of steps.
+    ``optimizer.state[p]`` alone has that state, so what a script takes out is freed. What it puts
+    there is stepped where it is (:meth:`adopt`), but for the counts of steps: those lie here.
 
     Args:
         targets: the model's parameters, in the order of their slots.
@@ -49,14 +51,11 @@ class Arena:
             for t in targets
         ]
         self.offsets: list[int] = []
-        self._length = 0
+        end = 0
         for each in self.lengths:
-            self.offsets.append(self._length)
-            self._length += -(-each // ALIGNED) * ALIGNED
-        self._views: dict[str, list[Tensor]] = {}
-        self._given: set[tuple[str, int]] = set()
-        """Key and slot of each view that was put into the optimizer's state."""
-        self._make_counts()
+            self.offsets.append(end)
+            end += -(-each // ALIGNED) * ALIGNED
+        self.renew_counts()
         self._fits = [
             has_masters or (type(t) is Tensor and t.dtype is torch.float32 and is_dense(t))
             for t in targets
@@ -68,44 +67,49 @@ class Arena:
         """The offset at which the elements of ``slot`` end."""
         return self.offsets[slot] + self.lengths[slot]
 
-    def views(self, key: str) -> list[Tensor]:
-        """For each slot its view of the memory of ``key``, float32, zero at first. Raises
-        ``UnsupportedError`` where there is not enough memory."""
-        if key not in self._views:
-            memory = self._allocate(key)
-            self._views[key] = [self.view(memory, slot) for slot in range(len(self.shapes))]
-        return self._views[key]
-
     def view(self, memory: Tensor, slot: int, begin: int = 0) -> Tensor:
         """One parameter's view of ``memory``, which begins at element ``begin`` of the arena."""
         place = memory.storage_offset() + self.offsets[slot] - begin
         return memory.as_strided(self.shapes[slot], self.strides[slot], place)
 
     def are_neighbours(self, slots: Sequence[int], views: Sequence[Tensor]) -> bool:
-        """Whether ``views`` lie in memory at the distances that ``slots`` have here."""
+        """Whether ``views`` lie in one memory, at the distances that ``slots`` have here."""
         begin, start = views[0].data_ptr(), self.offsets[slots[0]]
         places = (begin + 4 * (self.offsets[slot] - start) for slot in slots)
-        return all(map(int.__eq__, map(Tensor.data_ptr, views), places))
+        is_one = len({view.untyped_storage().data_ptr() for view in views}) == 1
+        return is_one and all(map(int.__eq__, map(Tensor.data_ptr, views), places))
 
-    def _allocate(self, key: str) -> Tensor:
+    def allocate(self, slots: range, key: str) -> list[Tensor]:
+        """Zeros for ``key`` of neighbours, side by side: float32, like their parameters. Raises
+        ``UnsupportedError`` where there is not enough memory."""
+        begin = self.offsets[slots[0]]
+        length = self.end(slots[-1]) - begin
         try:
-            return torch.zeros(self._length, dtype=torch.float32, device=self.device)
+            memory = torch.zeros(length, dtype=torch.float32, device=self.device)
         except RuntimeError as error:
             raise UnsupportedError(
-                f"{self._length * 4 / 2**20:,.0f} MiB of memory on {self.device} cannot be had for "
-                f"{key!r} of {len(self.shapes)} parameters ({error}). Without float32 masters "
+                f"{length * 4 / 2**20:,.0f} MiB of memory on {self.device} cannot be had for "
+                f"{key!r} of {len(slots)} parameters ({error}). Without float32 masters "
                 "(step_mode='sync' or 'overlap', offload='none', float32 weights) none is asked "
                 "for."
             ) from error
+        return [self.view(memory, slot, begin) for slot in slots]
 
-    def fill(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
-        """Give a parameter with a master its first state: zeros."""
-        for name in [*keys, *["step"] * counts]:
-            self._give(name, slot, entry).zero_()
-        self.where[slot] = Where.HERE
+    def fill(
+        self, slots: range, entries: Sequence[dict[str, Any]], keys: Sequence[str], counts: bool
+    ) -> None:
+        """Give neighbours with masters their first state: zeros."""
+        for key in keys:
+            for entry, view in zip(entries, self.allocate(slots, key), strict=True):
+                entry[key] = view
+        for slot, entry in zip(slots, entries, strict=True):
+            if counts:
+                self._give_count(slot, entry).zero_()
+            self.where[slot] = Where.HERE
 
     def adopt(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
-        """Move a parameter's state here; what is unlike a fused kernel's stays where it is."""
+        """Count a parameter's steps here, and see whether a fused kernel takes its state: that of
+        a master is copied where it is laid out unlike it."""
         names, shape = [*keys, *["step"] * counts], self.shapes[slot]
         values = {name: entry[name] for name in names if entry.get(name) is not None}
         if not values and self._fits[slot] and (names or self.has_masters):
@@ -113,57 +117,38 @@ class Arena:
             return
         shapes = [(v.shape if isinstance(v, Tensor) else None) for v in values.values()]
         is_alike = shapes == [torch.Size() if name == "step" else shape for name in names]
-        if is_alike and not self.has_masters:
-            held = [values[key] for key in keys]
-            is_alike = self._fits[slot] and all(
-                type(v) is Tensor and v.dtype is torch.float32 and v.stride() == self.strides[slot]
-                for v in held
-            )
-        if not is_alike:
+        unlike = [key for key in keys if is_alike and not self._is_laid_out(slot, values[key])]
+        if not is_alike or not self._fits[slot] or (unlike and not self.has_masters):
             self.where[slot] = Where.ELSEWHERE
             return
-        for name in names if self.has_masters else names[len(keys) :]:
-            view = self._view_of(name, slot)
-            if not _is_same_memory(entry[name], view):
-                view.copy_(entry[name])
-                self._give(name, slot, entry)
+        for key in unlike:
+            (entry[key],) = self.allocate(range(slot, slot + 1), key)
+            entry[key].copy_(values[key])
+        if counts:
+            self.count_views[slot].copy_(entry["step"])
+            self._give_count(slot, entry)
         self.where[slot] = Where.HERE
 
-    def let_go(self, entries: Mapping[int, dict[str, Any]]) -> None:
-        """Write no more to state that is not in the ``entries`` of slots any more: whoever has
-        taken it out may put it back, or into another entry."""
-        lost = {
-            (name, slot)
-            for name, slot in self._given
-            if not _is_same_memory(entries.get(slot, {}).get(name), self._view_of(name, slot))
-        }
-        self._given -= lost
-        for name in {name for name, _ in lost}:
-            if name == "step":
-                self._make_counts()
-            elif all(given != name for given, _ in self._given):
-                del self._views[name]
-            else:
-                views = self._views[name]
-                for slot in [slot for lost_name, slot in lost if lost_name == name]:
-                    views[slot] = torch.empty_like(views[slot])
+    def _is_laid_out(self, slot: int, value: Tensor) -> bool:
+        is_plain = type(value) is Tensor and not value.is_inference()
+        is_float32 = is_plain and value.dtype is torch.float32
+        return is_float32 and value.stride() == self.strides[slot]
 
-    def _make_counts(self) -> None:
+    def renew_counts(self) -> None:
+        """Count in new memory from the next :meth:`adopt` on: whoever has taken a count out of the
+        state may put it back, or into another entry."""
         self.counts = torch.zeros(len(self.shapes), device=self.device)
         """The ``step`` in the state of each slot, float32, shape (n,)."""
-        self._count_views = list(self.counts.unbind())
+        self.count_views = list(self.counts.unbind())
 
-    def _give(self, name: str, slot: int, entry: dict[str, Any]) -> Tensor:
-        self._given.add((name, slot))
-        view, value = self._view_of(name, slot), entry.get(name, 0)
-        if name == "step" and _is_movable(value, view):
+    def _give_count(self, slot: int, entry: dict[str, Any]) -> Tensor:
+        view = self.count_views[slot]
+        value: Any = entry.get("step")
+        if _is_movable(value, view):
             value.data = view  # a state dict that was loaded has the same tensor: it follows
         else:
-            entry[name] = view.detach()  # its ``.data`` may be assigned
+            entry["step"] = view.detach()  # its ``.data`` may be assigned
         return view
-
-    def _view_of(self, name: str, slot: int) -> Tensor:
-        return self._count_views[slot] if name == "step" else self.views(name)[slot]
 
 
 class Placed:
@@ -186,25 +171,40 @@ class Placed:
 
 
 class Held:
-    """Objects as they were, to see whether others are in their places.
+    """Parameters and optimizer state as they were, to see whether others are in their places.
 
     Args:
-        placed: tensors among these must be at the same address, too: ``.data`` may be assigned.
+        owners: parameters, in whatever order.
+        values: what is in the state. Tensors are held weakly: what a script takes out is freed.
+        placed: which of ``values`` must be at the same address, too: ``.data`` may be assigned.
     """
 
-    def __init__(self, values: Sequence[Any], placed: Sequence[Any]) -> None:
-        self._values = values
-        self._tensors = [
-            each
-            for each in placed
-            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+    def __init__(
+        self, owners: Sequence[Any], values: Sequence[Any], placed: Iterable[bool] = ()
+    ) -> None:
+        self._owners, self._types = owners, list(map(type, values))
+        self._refs = [ref_of(v) if isinstance(v, Tensor) else partial(_itself, v) for v in values]
+        self._placed = [
+            is_placed and type(v) in (Tensor, nn.Parameter) and v.layout is torch.strided
+            for v, is_placed in zip(values, placed, strict=False)
         ]
-        self._places = list(map(Tensor.data_ptr, self._tensors))
+        self._places = self._places_of(values)
 
-    def is_current(self, values: Sequence[Any]) -> bool:
-        """Whether ``values`` are the same objects, and ``placed`` where they were."""
-        places = map(Tensor.data_ptr, self._tensors)
-        return are_same(values, self._values) and list(places) == self._places
+    def _places_of(self, values: Sequence[Any]) -> list[int]:
+        return list(map(Tensor.data_ptr, compress(values, self._placed)))
+
+    def is_current(self, owners: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Whether these are the same objects, those that are ``placed`` where they were."""
+        return (
+            are_same(owners, self._owners)
+            and are_same(values, [ref() for ref in self._refs])
+            and list(map(type, values)) == self._types  # None is no tensor that is gone
+            and self._places_of(values) == self._places
+        )
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -226,11 +226,6 @@ def is_dense(t: Tensor) -> bool:
 def place_of(t: Tensor) -> object:
     """Address, shape, strides, dtype and device: equal ones are one view of one memory."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
-
-
-def _is_same_memory(value: object, view: Tensor) -> bool:
-    """Whether ``value`` is the same view of the same memory as ``view``."""
-    return type(value) is Tensor and place_of(value) == place_of(view)
 
 
 def _is_movable(value: object, view: Tensor) -> bool:

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, Protocol, cast
+from weakref import ref as ref_of
 
 import torch
 from torch import Tensor
@@ -115,8 +116,8 @@ class Block:
     is_small: bool
     """All of its tensors have at most ``SMALL`` elements, and are on the host."""
     masters: list[Tensor]
-    state: list[list[Tensor]]
-    """A list for each of the rule's keys."""
+    refs: list[list[ref_of[Tensor]]]
+    """Of the state; a list for each of the rule's keys."""
     counts: list[Tensor]
     staging: list[Tensor]
     """Host memory from which the device gets new values; empty: it gets them directly."""
@@ -128,6 +129,12 @@ class Block:
     scratch: dict[int, list[Tensor]] = field(default_factory=dict)
     """See :meth:`Run.scratch`."""
 
+    @property
+    def state(self) -> list[list[Tensor]]:
+        """A list for each of the rule's keys. Only the optimizer keeps it."""
+        rows = [[cast(Tensor, ref()) for ref in row] for row in self.refs]
+        return rows if self.piece is None else [[flat(t)[self.piece]] for (t,) in rows]
+
     def part(self, piece: slice) -> Block:
         """The block of a piece of its only parameter."""
         lists = (self.masters, self.staging, self.targets, self.previews)
@@ -137,7 +144,6 @@ class Block:
             piece=piece,
             length=piece.stop - piece.start,
             masters=masters,
-            state=[[flat(t)[piece]] for (t,) in self.state],
             staging=staging,
             targets=targets,
             previews=previews,
@@ -186,7 +192,7 @@ class Run:
     """Neighbours in one arena, of one part and one parameter group, and their blocks.
 
     Args:
-        state: the optimizer's, by stepped parameter; the same object as long as the run is used.
+        optimizer: the one whose state it is, by stepped parameter; held weakly.
         memory: what :meth:`scratch` uses.
         is_sent: float32 gradients were unscaled before they were sent to host memory.
         sends: masters' new values are copied to a device; the copies may still run on return.
@@ -197,23 +203,33 @@ class Run:
         pairs: Sequence[Placed],
         rule: FusedRule,
         group: Group,
-        state: Mapping[Tensor, dict[str, Any]],
+        optimizer: Optimizer,
         memory: Scratch,
         *,
         is_sent: bool = False,
         sends: bool = False,
     ) -> None:
-        self.pairs, self._rule, self._state, self._memory = list(pairs), rule, state, memory
+        self.pairs, self._rule, self._memory = list(pairs), rule, memory
+        self._optimizer = ref_of(optimizer)
         self._is_sent, self._sends = is_sent, sends
         self._takes, self.keys = rule.takes(group), rule.keys(group)
         self._has_filled = False
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
-        self._strides = [pair.stepped.stride() for pair in pairs]
+        self.params = [pair.stepped for pair in pairs]
+        """What is stepped."""
+        self._strides = list(map(Tensor.stride, self.params))
+        self._is_contiguous = all(map(Tensor.is_contiguous, self.params))
         self._blocks: dict[tuple[int, int, bool], list[Block]] = {}
         """By the arguments of :meth:`blocks_of`."""
         self._limit = block_length(self._arena.device)
-        self._large = [i for i, pair in enumerate(pairs) if pair.stepped.numel() > self._limit]
+        self._large = [i for i, p in enumerate(self.params) if p.numel() > self._limit]
+
+    @property
+    def _state(self) -> Mapping[Tensor, dict[str, Any]]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer.state
 
     def still_fits(self, group: Group) -> bool:
         """Whether ``group`` still asks for the same kernel with the same keys of state, and this
@@ -228,19 +244,22 @@ class Run:
             whole: not block by block, from the gradients as they are; only without masters.
         """
         found, arena = [grad for grad in grads if grad is not None], self._arena
-        where = set(arena.where[self._slots])
+        where = arena.where[self._slots]
         if not found or not self._takes or (whole and arena.has_masters):
             return self._takes and not found
         return (
             is_uniform(found, FULL if whole else DTYPES)
             and found[0].device == arena.device
-            and where <= ({Where.HERE, Where.NOWHERE} if arena.has_masters else {Where.HERE})
+            # Counts compare by identity first: with thousands of parameters a set would show.
+            and where.count(Where.HERE) + arena.has_masters * where.count(Where.NOWHERE)
+            == len(where)
             and self.is_laid_out(grads, whole)
         )
 
     def counts(self, a: int, b: int) -> list[float]:
         """How many steps the places from ``a`` to ``b`` have had. Synchronises with a device."""
-        entries = [self._state.get(pair.stepped) or {} for pair in self.pairs[a:b]]
+        state = self._state
+        entries = [state.get(p) or {} for p in self.params[a:b]]
         counts = [entry.get("step", 0.0) for entry in entries]  # SGD has none
         if self._rule.counts and self._takes and all(pair.has_state for pair in self.pairs[a:b]):
             found: list[float] = self._arena.counts[self._first + a : self._first + b].tolist()
@@ -250,10 +269,13 @@ class Run:
     def is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
         """Whether large gradients can be cut into pieces; ``whole``: whether all are laid out like
         their parameters, which are as they were (``.data`` may be assigned)."""
-        places, strides = range(len(grads)) if whole else self._large, self._strides
-        return all((g := grads[i]) is None or g.stride() == strides[i] for i in places) and not (
-            whole and strides != [pair.stepped.stride() for pair in self.pairs]
-        )
+        params, strides = self.params, self._strides
+        if not whole:
+            return all((g := grads[i]) is None or g.stride() == strides[i] for i in self._large)
+        given = [p if g is None else g for p, g in zip(params, grads, strict=True)]
+        if self._is_contiguous and all(map(Tensor.is_contiguous, chain(params, given))):
+            return True  # at half the cost
+        return all(list(map(Tensor.stride, tensors)) == strides for tensors in (params, given))
 
     def step(
         self,
@@ -279,8 +301,9 @@ class Run:
             slots = slice(self._first + a, self._first + b)
             is_first = arena.where[slots.start] is Where.NOWHERE
             if is_first:
-                for pair in self.pairs[a:b]:
-                    arena.fill(pair.slot, self._state[pair.stepped], self.keys, self._rule.counts)
+                state, new = self._state, range(slots.start, slots.stop)
+                entries = [state[p] for p in self.params[a:b]]
+                arena.fill(new, entries, self.keys, self._rule.counts)
                 self._has_filled = bool(self.keys)
             if self._rule.counts:
                 arena.counts[slots].add_(1)
@@ -391,10 +414,11 @@ class Run:
 
     def _block(self, places: Sequence[int]) -> Block:
         arena, pairs = self._arena, [self.pairs[i] for i in places]
-        slots, masters = [pair.slot for pair in pairs], [pair.stepped for pair in pairs]
+        slots, masters = [pair.slot for pair in pairs], [self.params[i] for i in places]
         begin = arena.offsets[slots[0]]
+        state = self._state
         # Without keys no entry is made, as torch makes none.
-        state = [[self._state[p][key] for p in masters] for key in self.keys]
+        rows = [[state[p][key] for p in masters] for key in self.keys]
         return Block(
             places=places,
             slots=slots,
@@ -404,12 +428,12 @@ class Run:
             strides=[self._strides[i] for i in places],
             is_small=arena.device.type == "cpu" and max(arena.lengths[i] for i in slots) <= SMALL,
             masters=masters,
-            state=state,
-            counts=[self._state[p]["step"] for p in masters] if self._rule.counts else [],
+            refs=[list(map(ref_of, row)) for row in rows],
+            counts=[arena.count_views[slot] for slot in slots] if self._rule.counts else [],
             staging=[pair.staging for pair in pairs if pair.staging is not None],
             targets=[pair.target for pair in pairs],
             previews=[pair.preview for pair in pairs if pair.preview is not None],
-            is_joined=all(arena.are_neighbours(slots, row) for row in (masters, *state)),
+            is_joined=all(arena.are_neighbours(slots, row) for row in (masters, *rows)),
         )
 
 
@@ -439,6 +463,9 @@ def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[
 
 def stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
     """Begin and end of each stretch of places that are of one kind, none of them left out."""
+    if not any(left_out) and kinds.count(kinds[0]) == len(kinds):  # no Python loop
+        yield 0, len(kinds)
+        return
     end = 0
     for (is_left_out, _), some in groupby(zip(left_out, kinds, strict=True)):
         begin, end = end, end + len(list(some))

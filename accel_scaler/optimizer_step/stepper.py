@@ -166,16 +166,20 @@ class InlineStepper(Stepper):
         groups = optimizer.param_groups
         is_moved = self._layout is not None and self._layout.version is not self._version
         held = self._held
-        is_current = held is not None and not is_moved and held.is_current(_held_by(optimizer))
+        owners, values = _held_by(optimizer)  # strongly, until the kernels are called
+        is_current = held is not None and not is_moved and held.is_current(owners, values)
         # Only now: a group may be gone.
         fits = is_current and all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
         if not fits:
             self._held = None  # Ctrl-C may come before they are made
+            params = parameters_of(optimizer)
+            if len(set(map(id, params))) < len(params):  # one twice: its steps are counted apart
+                return False
             with torch.inference_mode(False):
                 self._runs = list(self._make_runs(optimizer, rule))
-            steps = [entry.get("step") for entry in _entries_of(optimizer)]
-            self._held = Held(_held_by(optimizer), steps)
-        grads = [[pair.param.grad for pair in run.pairs] for run in self._runs]
+            are_counts = (key == "step" for entry in _entries_of(optimizer) for key in entry)
+            self._held = Held(*_held_by(optimizer), are_counts)
+        grads = [list(map(_grad_of, run.params)) for run in self._runs]
         runs = list(zip(self._runs, grads, strict=True))
         if not all(run.takes(mine, whole=True) for run, mine in runs):
             return False
@@ -194,14 +198,14 @@ class InlineStepper(Stepper):
             mine.sort(key=lambda each: (id(each.arena), each.slot))
             for some in neighbours(mine, range(len(mine))):
                 pairs = [mine[place] for place in some]
-                yield Run(pairs, rule, group, optimizer.state, Scratch(pairs[0].arena.device))
+                yield Run(pairs, rule, group, optimizer, Scratch(pairs[0].arena.device))
 
 
-def _held_by(optimizer: Optimizer) -> list[Any]:
-    """Its parameters, a None behind those of each group, whose state it has, and all in it."""
+def _held_by(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
+    """Whose state it has, and its parameters, a None behind each group's; what is in its state."""
     params = chain.from_iterable((*group["params"], None) for group in optimizer.param_groups)
     values = chain.from_iterable(map(dict.values, _entries_of(optimizer)))
-    return [optimizer.state, *optimizer.state, *params, *values]
+    return [*optimizer.state, *params], list(values)
 
 
 def _entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -220,6 +224,7 @@ def _lay_out(optimizer: Optimizer, rule: FusedRule) -> Iterator[Placed]:
                 yield Placed(p, number, arena, slot)
 
 
+_grad_of = attrgetter("grad")
 _unhooked = partial(inspect.unwrap, stop=lambda step: not getattr(step, "hooked", False))
 
 
@@ -241,7 +246,6 @@ def is_replaced(optimizer: Optimizer) -> bool:
 
 def is_only_kernel(optimizer: Optimizer, rule: FusedRule) -> bool:
     """Whether direct calls of a kernel mean the same as ``optimizer.step()``."""
-    params = parameters_of(optimizer)
     return (
         not is_replaced(optimizer)
         and not optimizer._optimizer_step_pre_hooks
@@ -250,7 +254,6 @@ def is_only_kernel(optimizer: Optimizer, rule: FusedRule) -> bool:
         and not optimizer_module._global_optimizer_post_hooks
         and not torch.autograd.profiler._is_profiler_enabled
         and all(map(rule.takes, optimizer.param_groups))
-        and len(set(map(id, params))) == len(params)  # twice: its steps would be counted apart
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -109,6 +111,64 @@ def note_is_kept(optimizer: Any, kept: dict[str, Any], window: int) -> None:
         optimizer.state["note"] = 3
 
 
+def handles_of(state: Any) -> list[Any]:
+    """Weak references to all tensors in the state, and to their memory but for the counts'."""
+    values = [value for entry in state.values() for value in entry.values()]
+    return [
+        *map(weakref.ref, values),
+        *(weakref.ref(v.untyped_storage()) for v in values if v.dim()),
+    ]
+
+
+def assert_freed(handles: list[Any]) -> None:
+    gc.collect()
+    assert handles
+    assert sum(handle() is not None for handle in handles) == 0
+
+
+def copies_of(state: Any) -> Any:
+    return {p: {key: v.clone() for key, v in entry.items()} for p, entry in state.items()}
+
+
+def values_are_moved_away(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    """As reinforcement learning does, to make room for its sampler."""
+    if window in (3, 5):
+        state = optimizer.state
+        handles, copies = handles_of(state), copies_of(state)
+        for p, entry in state.items():
+            entry.update(copies[p])
+        assert_freed(handles)
+
+
+def state_is_moved_away(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    """All of it, and back before the next step."""
+    if window in (3, 5):
+        state = optimizer.state
+        handles, copies = handles_of(state), copies_of(state)
+        state.clear()
+        assert_freed(handles)
+        state.update(copies)
+
+
+def state_is_replaced(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    """As a load replaces it."""
+    if window in (3, 5):
+        handles, saved = handles_of(optimizer.state), deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        assert_freed(handles)
+
+
+def state_is_read(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    """Which is a fence, in ``delayed`` too."""
+    if window in (3, 5):
+        assert optimizer.state
+
+
+def momentum_is_dropped(optimizer: Any, kept: dict[str, Any], window: int) -> None:
+    for entry in optimizer.state.values() if window == 3 else ():
+        entry["momentum_buffer"] = None
+
+
 def nothing(optimizer: Any, kept: dict[str, Any], window: int) -> None:
     """No event."""
 
@@ -128,6 +188,42 @@ def nothing(optimizer: Any, kept: dict[str, Any], window: int) -> None:
 )
 def test_state_dicts_are_what_they_are_in_torch(event: Event, mode: str, made: Any) -> None:
     found, expected = both(mode, made, event)
+    assert same(found, expected)
+
+
+def momentum(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+MOVES = [values_are_moved_away, state_is_moved_away, state_is_replaced]
+
+
+@pytest.mark.parametrize("made", [adamw, in_python, momentum])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("event", MOVES)
+def test_state_that_is_moved_away_is_freed(event: Event, mode: str, made: Any) -> None:
+    found, expected = both(mode, made, event)
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("made", [adamw, in_python, momentum])
+@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_state_of_masters_that_is_moved_away_is_freed(precision: str, mode: str, made: Any) -> None:
+    def run(event: Event) -> Any:
+        settings = {"step_mode": mode, "master_weights": "fp32", "precision": precision}
+        with attached(**settings) as accelerator:
+            ours = model_of().to(torch.bfloat16 if precision == "bf16" else torch.float16)
+            model, optimizer = accelerator.prepare(ours, made(ours))
+            return train(model, optimizer, event, accelerator.backward, skips=-1)
+
+    expected = run(state_is_read)
+    assert all(same(run(event), expected) for event in MOVES)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_momentum_that_is_dropped_begins_anew(mode: str) -> None:
+    found, expected = both(mode, momentum, momentum_is_dropped)
     assert same(found, expected)
 
 

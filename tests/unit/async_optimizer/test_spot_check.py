@@ -23,7 +23,8 @@ def pairs(request: pytest.FixtureRequest) -> list[ParameterPair]:
 
 def check_of(pairs: list[ParameterPair], edited: set[int] | None = None) -> SpotCheck:
     for pair in pairs:
-        pair.place(Arena([pair.target], torch.device("cpu"), True), 0)
+        arena = Arena([pair.target], torch.device("cpu"), True)
+        pair.place(arena, 0, *arena.allocate(range(1), "master"))
     return SpotCheck(pairs, set() if edited is None else edited)
 
 

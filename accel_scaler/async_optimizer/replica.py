@@ -377,15 +377,21 @@ class Replica:
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to what its pair steps with: shards; for a master float32,
         on its device and in its arena."""
+        group = self.optimizer.param_groups[pair.group]
         for key, value in entry.items() if self.has_masters or self.is_sharded else ():
             if not isinstance(value, Tensor):
                 continue
             value = local(value)
             if pair.is_master:
                 exact = key == "step" or not value.is_floating_point()
-                value = value.to(pair.stepped.device, None if exact else torch.float32)
+                saved = value.to(pair.stepped.device)
+                value = saved if exact else saved.float()
+                if key == "sum" and value is not saved:  # Adagrad's __init__ has rounded it
+                    value.masked_fill_(
+                        saved == (first := group["initial_accumulator_value"]), first
+                    )
             entry[key] = value
-        group, rule = self.optimizer.param_groups[pair.group], rule_of(self.optimizer)
+        rule = rule_of(self.optimizer)
         if rule is not None:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)

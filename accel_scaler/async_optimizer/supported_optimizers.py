@@ -97,7 +97,13 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "the model in bfloat16 or float32."
         )
     entries = [optimizer.state.get(p, {}) for p in through if p.dtype is torch.float16]
-    values = [v for entry in entries for key, v in entry.items() if key != "momentum_buffer"]
+    values = [
+        value
+        for entry in entries
+        for key, value in entry.items()
+        # Adagrad has made its first sum in __init__.
+        if key != "momentum_buffer" and (key != "sum" or float(entry.get("step", 0.0)) > 0.0)
+    ]
     if any(getattr(value, "dtype", None) is torch.float16 for value in values):
         raise UnsupportedError(
             f"{name} has state in float16, expected float32 for float16 parameters: second moments "

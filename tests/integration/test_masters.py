@@ -269,6 +269,33 @@ def test_state_that_was_cast_to_float16_is_refused(way: dict[str, Any], again: A
     assert same(model.state_dict(), before)
 
 
+@pytest.mark.parametrize("first", [0.0, 0.1])
+@pytest.mark.parametrize("way", WAYS)
+def test_adagrad_begins_as_over_float32_masters(way: dict[str, Any], first: float) -> None:
+    """torch makes its state in ``__init__``, in float16, which holds no 0.1."""
+
+    def adagrad(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=first)
+
+    accelerator = attach(cpu(), init_scale=8.0, **way)
+    ours, plain = Squares(HALF), Squares(HALF)
+    model, optimizer = accelerator.prepare(ours, adagrad(ours.parameters()))
+    steps(accelerator, model, optimizer, range(STEPS))
+    masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    reference = adagrad(masters)
+    for step in range(STEPS):
+        (plain(step) * 1e-3 * 8.0).backward()
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), masters, strict=True):
+                master.grad, p.grad = p.grad.float() / 8.0, None
+            reference.step()
+            for p, master in zip(plain.parameters(), masters, strict=True):
+                p.copy_(master)
+    assert same(ours.state_dict(), plain.state_dict())
+    sums = [entry["sum"] for entry in optimizer.state_dict()["state"].values()]
+    assert same(sums, [reference.state[master]["sum"] for master in masters])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_state_that_is_loaded_after_prepare_goes_on_as_it_was(way: dict[str, Any]) -> None:
     """What the refusal names as the way out."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,7 +236,8 @@ class AsyncOptimizer(Optimizer):
 
         Inside ``fn`` this optimizer's ``param_groups``, ``step`` and ``zero_grad`` mean the
         stepped parameters and the gradients as they are now; ``scaler.unscale_(optimizer)`` and
-        ``scaler.step(optimizer)`` (with *this* optimizer) use the window that is open now. With
+        ``scaler.step(optimizer)`` use the window that is open now. The wrapped optimizer's
+        ``step`` and ``zero_grad``, or that one given to ``scaler``, mean the same. With
         ``scaler`` the gradients are checked here, so call ``scaler.update()`` straight after.
 
         Raises:
@@ -247,12 +250,40 @@ class AsyncOptimizer(Optimizer):
         self._forbid_inside("submit")
         self._hooks.watch(self._models())
         scaler = self.scaler
+        fn = self._lent_to(fn)
         if self._boundary is None or scaler is None or not scaler.is_enabled():
             self._stepper.submit(lambda: fn)
         else:
             # What a clip has left to be done is done where the job finds its gradients.
             with self._boundary.deferred_of(self) as deferred:
                 self._stepper.submit(lambda: scaler.bind(fn, self), deferred)
+
+    def _lent_to(self, fn: Callable[[], object]) -> Callable[[], object]:
+        """``fn``, in which the wrapped optimizer's ``step`` and ``zero_grad`` are this one's: its
+        own parameters are the model's, whose gradients are the next window's by then."""
+        inner = self.optimizer
+
+        def lent(name: str) -> Any:
+            own = getattr(inner, name)
+
+            @wraps(getattr(type(inner), name))
+            def call(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                return (getattr(self, name) if self._inside else own)(*args, **kwargs)
+
+            return MethodType(call, inner)
+
+        def run() -> object:
+            calls = {name: lent(name) for name in ("step", "zero_grad")}
+            before = {name: vars(inner)[name] for name in calls if name in vars(inner)}
+            vars(inner).update(calls)
+            try:
+                return fn()
+            finally:
+                for name in calls:
+                    vars(inner).pop(name, None)
+                vars(inner).update(before)
+
+        return run
 
     @untraced
     def synchronize(self) -> None:

@@ -207,6 +207,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
+        optimizer = self._windows.meant(optimizer)
         with self._lock, self._windows.inside(self._windows.to_step()):
             self._forbid_unbound(optimizer)
             self._check_scale_growth_tracker("unscale_")
@@ -260,6 +261,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
             return result
+        optimizer = self._windows.meant(optimizer)
         with self._lock:
             self._forbid_unbound(optimizer)
             self._known.add(stepped(optimizer))

@@ -67,6 +67,10 @@ class ThreadWindows:
         last = self._last if self.open.opened_by is None else None
         return last if last is not None and last.opened_by != threading.get_ident() else None
 
+    def meant(self, optimizer: Optimizer) -> Optimizer:
+        """In a job the wrapper that it was bound with, where ``optimizer`` is the one in it."""
+        return self.current.wrappers.get(id(optimizer), optimizer)
+
     def next(self) -> Window:
         """Leave the open window and return it; a step of another thread still finds it."""
         left = self.open

@@ -258,6 +258,8 @@ class Window:
         """How long the attempts took, in seconds of host time."""
         self.sealed = False
         """It belongs to a job: its verdict is known, no other optimizer may join."""
+        self.wrappers: dict[int, Optimizer] = {}
+        """In a job: by the ``id`` of a torch optimizer what the job was bound with for it."""
 
     @property
     def is_skipped(self) -> bool:
@@ -325,6 +327,7 @@ class Window:
         own.opened_by, own.sealed, own.unscaled = self.opened_by, True, set(self.unscaled)
         own.scale = torch.full((), scale, dtype=torch.float32, device=HOST)
         for optimizer in optimizers:
+            own.wrappers[id(stepped(optimizer))] = optimizer
             known, record = self.record(optimizer), own.record(optimizer)
             record.stage, record.count = known.stage, known.count
             record.decide(known.found_inf)

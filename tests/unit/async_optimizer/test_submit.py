@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from references import INIT_SCALE
+from references import INIT_SCALE, loss_of
+from support import mlp, same
 from torch import nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError
@@ -90,6 +91,54 @@ def test_the_gradients_are_those_of_the_call(mode: str, gate: threading.Event) -
         run.optimizer.synchronize()
         assert run.w.item() == 0.75
         assert run.w.grad.item() == 77.0
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_the_wrapped_optimizer_means_this_one(mode: str, scaled: bool, gate: Any) -> None:
+    """RoundPipe's users have no other; one window overflows, and a schedule moves the rate."""
+
+    gate.set()
+
+    def run(is_ours: bool) -> list[Any]:
+        model = mlp()
+        *_, bias = model.parameters()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+        kind = GradScaler if is_ours else torch.amp.GradScaler
+        scaler = kind("cpu", init_scale=INIT_SCALE, enabled=scaled)
+        given = {"scaler": scaler} if scaled else {}
+        wrapped = AsyncOptimizer(inner, model, step_mode=mode, **given) if is_ours else None
+
+        def update() -> None:
+            if wrapped is not None:
+                gate.wait(LIMIT_S)
+            if window % 2:
+                scaler.unscale_(inner)
+            scaler.step(inner)
+            inner.zero_grad()
+
+        for window in range(6):
+            scaler.scale(loss_of(model, window, overflow=scaled and window == 3)).backward()
+            if wrapped is None:
+                update()
+            else:
+                if mode != "sync":  # which waits for the function
+                    gate.clear()
+                wrapped.submit(update)
+            if window == 4:  # a gradient of the next window
+                bias.grad = torch.ones(bias.shape)
+            scaler.update()
+            schedule.step()
+            gate.set()
+            if wrapped is not None:
+                wrapped.synchronize()
+        if wrapped is not None:
+            wrapped.close()
+        assert "zero_grad" not in vars(inner)
+        return [scaler.get_scale(), list(model.parameters()), inner.state_dict()]
+
+    assert same(run(is_ours=True), run(is_ours=False))
 
 
 def test_submit_without_a_window_is_refused_and_takes_nothing() -> None:

@@ -62,7 +62,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ... None: that of
-            ``torch.accelerator``, else the CPU.
+            ``torch.accelerator``, else the CPU. A number is ``init_scale``, which comes first in
+            ``torch.cuda.amp.GradScaler``; give the others by name then.
         enabled: False: no scaling; :meth:`step` steps, everything else does nothing.
 
     The other arguments are the fields of :class:`ScalerConfig` with these names.
@@ -75,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str | None = None,
+        device: str | float | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -87,6 +88,7 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
     ) -> None:
+        device, init_scale = _device_and_scale(device, init_scale)
         if enabled:
             ScalerConfig(
                 init_scale=init_scale,
@@ -106,7 +108,6 @@ class GradScaler(torch.amp.GradScaler):
         self.extra: dict[str, Any] = {}
         """Further entries of :meth:`state_dict`; see :meth:`call_when_loaded`."""
         self._make_transient()
-        device = present_type() if device is None else device
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -778,6 +779,20 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_transient()
         super().__setstate__(state)
+
+
+def _device_and_scale(device: Any, scale: float) -> tuple[str, float]:
+    if is_number(device) and scale == 2.0**16:
+        device, scale = None, device
+    device = present_type() if device is None else device
+    try:
+        torch.device(str(device))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"GradScaler: got device={device!r}, expected a device type, or init_scale alone: give "
+            f"growth_factor and the others by name. torch says: {error}"
+        ) from error
+    return device, scale
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -34,6 +34,29 @@ def fused_adamw(p: nn.Parameter) -> torch.optim.AdamW:
     return torch.optim.AdamW([p], lr=0.1, fused=True)
 
 
+@pytest.mark.parametrize("scale", [1024.0, 8])
+def test_a_number_in_front_is_the_scale(scale: float) -> None:
+    """As in ``torch.cuda.amp.GradScaler``."""
+    stock, ours = Stock("cpu", scale, growth_interval=2), GradScaler(scale, growth_interval=2)
+    _, optimizer = one()
+    for scaler in (stock, ours):
+        for _ in range(2):
+            window(scaler, optimizer)
+    assert stock.get_scale() == ours.get_scale() == 2.0 * scale
+    assert stock.state_dict().items() <= ours.state_dict().items()
+
+
+@pytest.mark.parametrize("device", ["tpu", True, float("inf"), "cpu:x"])
+def test_what_is_no_device_and_no_number_is_named(device: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"device={device!r}.*expected"):
+        GradScaler(device, enabled=False)
+
+
+def test_more_numbers_in_front_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device=65536\.0.*growth_factor.*by name"):
+        GradScaler(65536.0, 2.0, 0.5, 2000, True)  # type: ignore[arg-type]
+
+
 def found_on_two_devices(scaler: Any, optimizer: Any) -> None:
     """As if an optimizer's gradients had overflowed on two devices: torch adds the flags."""
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {

@@ -356,7 +356,6 @@ class Plain(Side):
         return out.float()
 
     def train(self, number: int, window: Window) -> None:
-        self.follow()
         losses, first = self.backward(number, window), self.scale
         self.before_step(window)
         bad = self.are_bad()
@@ -372,10 +371,11 @@ class Plain(Side):
         skipped = [a or b for a, b in zip(bad, spikes, strict=True)]
         for i, is_skipped in enumerate(skipped):
             if not is_skipped:
+                self.follow(self.split()[i])
                 self.optimizers[i].step()
                 self.schedules[i].step()
-        for p, master in self.masters.items():
-            p.data.copy_(master.data)
+                for p in self.split()[i]:
+                    p.data.copy_(self.masters[p].data)
         if any(bad):
             self.scale, self.good = first / 2, 0
         elif not any(spikes):
@@ -388,9 +388,10 @@ class Plain(Side):
             self.average()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Masters take what was written to their parameters since: an average."""
-        for p, master in self.masters.items() if not self.setup.has_shards else ():
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Masters take what was written to their parameters since they stepped: an average."""
+        for p in parameters if not self.setup.has_shards else ():
+            master = self.masters[p]
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
 
     def backward(self, number: int, window: Window) -> list[float]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError
+from .errors import AccelScalerError, ConfigError
 from .version import __version__
 
 EXAMPLE = """\
@@ -50,9 +50,10 @@ def _run(argv: list[str]) -> int:
 
         return launch(argv[1:])
     if argv[:1] == ["config"]:
-        from .launch.ask import main as ask
-
-        return ask(argv[1:])
+        raise ConfigError(
+            "config: the command is gone. `accel-scaler launch --dry_run` with the flags that you "
+            "want prints the section for your config file."
+        )
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
         description="Check Accelerate's optimizer step: launch a script, report on its run.",
@@ -62,7 +63,6 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
-    commands.add_parser("config", help="ask for a few settings, and write them to a file")
     testing = commands.add_parser("test", help="try the package on this machine; run this first")
     reporting = commands.add_parser("report", help="make a page from a telemetry file")
     if argv[:1] == ["report"]:

@@ -5,10 +5,8 @@ Accelerate refuses a file with a key that it does not know, so the section is ta
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,41 +46,10 @@ def read_config(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], str | Non
     return section, yaml.safe_dump(document)
 
 
-def write_section(path: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
-    """Write ``settings`` into our section of a file. In YAML every other line stays as it is; JSON,
-    which ``accelerate config default`` writes, is written anew.
-
-    Raises ``ConfigError`` for a file that cannot be written, or edited line by line."""
-    text = Path(path).read_bytes().decode()
-    added = yaml.safe_dump(dict(settings), sort_keys=False, width=math.inf)
-    before = yaml.load(text, yaml.BaseLoader) or {}
-    section = (before.get(SECTION) or {}) | yaml.load(added, yaml.BaseLoader)
-    is_json = text.lstrip().startswith("{")
-    if SECTION not in before and not is_json:
-        text += "\n" * (text[-1:] not in ("", "\n")) + f"{SECTION}:\n"
-
-    def edited(match: re.Match[str]) -> str:
-        block = match[0]
-        indent = re.search(r"\n([ \t]+)[^\s#]", block)
-        for line in added.splitlines():
-            old = rf"(?m)^([ \t]+){line.partition(':')[0]}:.*?(?=[ \t\r]*$|[ \t]+#.*$)"
-            block, count = re.subn(old, r"\g<1>" + line.replace("\\", r"\\"), block)
-            block += "" if count else f"\n{indent[1] if indent else '  '}{line}"
-        return block
-
-    # Its line, and those below it that are indented; of blank lines and comments those between.
-    lines = rf"(?m)^{SECTION}:.*(?:\n(?:[ \t\r]*(?:#.*)?\n)*[ \t]+[^\s#].*)*"
-    text = re.sub(lines, edited, text, count=1)
-    try:
-        if is_json:
-            text = json.dumps(json.loads(text) | {SECTION: section}, indent=2) + "\n"
-        if yaml.load(text, yaml.BaseLoader) != before | {SECTION: section}:
-            raise yaml.YAMLError
-        Path(path).write_bytes(text.encode())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or "its section is not in lines of `name: value`"
-        flow = yaml.safe_dump({SECTION: section}, default_flow_style=True, width=math.inf)
-        raise ConfigError(f"{path}: cannot be edited ({why}). By hand: {flow[1:-2]}") from None
+def as_section(settings: Mapping[str, Any]) -> str:
+    """The lines of our section with these settings, for a file in YAML."""
+    plain = {name: list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
+    return yaml.safe_dump({SECTION: plain}, sort_keys=False, width=math.inf)
 
 
 def shipped_configs() -> dict[str, Path]:

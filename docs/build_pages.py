@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("", "test", "config", "launch", "report")
+COMMANDS = ("", "test", "launch", "report")
 ROLE = re.compile(r":(?:class|meth|func|attr|mod):`~?([\w.]+)`")
 FETCHED = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:[^\"> ]+)")
 SESSION = re.compile(r"((?:^(?:>>>|\.\.\.) .*\n?)+)", re.MULTILINE)

@@ -39,7 +39,7 @@ from ..config import (
     merge,
     suggestion,
 )
-from ..config_file import PACKAGE, find_config, read_config, shipped_configs
+from ..config_file import PACKAGE, as_section, find_config, read_config, shipped_configs
 from ..console import plain, say, written
 from ..devices import present_type
 from ..errors import AccelScalerError, ConfigError, UnsupportedError
@@ -94,6 +94,9 @@ def main(argv: Sequence[str]) -> int:
         if ours.dry_run:
             for name, value in dataclasses.asdict(config).items():
                 say(f"{name:<22} {written(value):<12} {sources.get(name, 'default')}")
+            if sources:
+                given = {name: getattr(config, name) for name in sources}
+                say("\nFor a config file:\n" + as_section(given).rstrip())
             for error in refused:
                 print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
             return 2 if refused else 0

@@ -29,7 +29,7 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "argv",
-    [[], ["--version"], ["report"], *([each, "--help"] for each in ("launch", "config", "test"))],
+    [[], ["--version"], ["report"], *([each, "--help"] for each in ("launch", "test"))],
 )
 def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Path) -> None:
     if argv == ["report"]:
@@ -49,14 +49,12 @@ def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Pat
         assert lines == [f"accel-scaler {__version__}"]
     elif argv[:1] == ["launch"]:
         assert done.stdout.startswith("usage: accel-scaler launch [flags] script.py")
-    elif argv[:1] == ["config"]:
-        assert done.stdout.startswith("usage: accel-scaler config [-h] [--config_file PATH]")
     elif argv[:1] == ["test"]:
         assert "--parameters N" in done.stdout
     elif argv[:1] == ["report"]:
         assert (tmp_path / "page.html").is_file()
     else:
-        assert {"test", "config", "launch", "report"} <= {s.split()[0] for s in lines if s}
+        assert {"test", "launch", "report"} <= {s.split()[0] for s in lines if s}
 
 
 def test_python_m_and_the_console_script_are_the_same_command() -> None:
@@ -89,3 +87,9 @@ def test_an_error_of_ours_is_one_line_with_status_2_and_ctrl_c_ends_with_130(
     assert cli.main(["launch", "x.py"]) == (2 if is_ours else 130)
     line = "accel-scaler: error: first second\n" if is_ours else ""
     assert capsys.readouterr() == ("", line)
+
+
+def test_a_retired_command_names_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--config_file", "any.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--dry_run" in line

@@ -28,7 +28,6 @@ ONLY_IN = {
         "integrations/autocast",
         "integrations/optimizer",
         "integrations/stock_scaler",
-        "launch/ask",
         "launch/launcher",
         "selftest/command",
         "selftest/estimate",

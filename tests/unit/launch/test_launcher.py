@@ -176,8 +176,8 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
     before, environment = sorted(Path().rglob("*")), dict(os.environ)
     argv = ["--dry_run", "--config_file", "config.yaml", *flags, "train.py", "--lr", "1"]
     assert main(argv) == 0
-    out, err = capsys.readouterr()
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()}
+    (table, section), err = (captured := capsys.readouterr()).out.split("\n\n"), captured.err
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table.splitlines()}
     expected = {name: f"{written(spec.default)} default" for name, spec in FIELDS.items()}
     assert rows == expected | {
         "hysteresis": "3 config.yaml",
@@ -189,6 +189,15 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
     }
     assert (err, started.args) == ("", None)
     assert (sorted(Path().rglob("*")), dict(os.environ)) == (before, environment)
+    # To be pasted into a file: there they are the same settings.
+    monkeypatch.delenv("ACCEL_SCALER_MIN_SCALE")
+    Path("pasted.yaml").write_text(ACCELERATE + section.partition("\n")[2])
+    assert main(["--dry_run", "--config_file", "pasted.yaml", "train.py"]) == 0
+    again = capsys.readouterr().out.split("\n\n")
+    assert again[1] == section.rstrip() + "\n"
+    assert [line.split()[:2] for line in again[0].splitlines()] == [
+        line.split()[:2] for line in table.splitlines()
+    ]
 
 
 @pytest.mark.parametrize(

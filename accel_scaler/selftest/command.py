@@ -24,21 +24,17 @@ if TYPE_CHECKING:
 OTHERS = ("ACCELERATE_", "ACCEL_SCALER_")
 """What a user or a launcher has set with these would change what a row runs."""
 USE_CPU, DEVICE = "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"
-NUMBERS = ("window_ms", "waits_ms", "device_bytes", "host_bytes")
 ROW = "{:<22}  {:<7}  {:<45} {:<45}  {}"
-MODE = "{:<16} {:>10} {:>10} {:>7} {:>7} {:>9}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler test`` to a parser."""
     parser.description = (
         "Train a few windows on this device, attached and in plain torch, and compare them bit for "
-        "bit; then time how much of the optimizer's work each step mode hides. On an idle machine "
-        "it takes less than a minute; it needs no network. The exit status is 1 if a row fails."
+        "bit. It takes less than a minute, and needs no network. The exit status is 1 if a row "
+        "fails."
     )
-    size = "parameters of the model to which the times are scaled (default: 350M)"
-    parser.add_argument("--parameters", metavar="N", default="350M", help=size)
-    parser.add_argument("--json", metavar="FILE", help="write rows and estimates there, too")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, too")
     device = "such as cpu, cuda:1 or mps (default: the one that Accelerate takes)"
     parser.add_argument("--device", metavar="NAME", help=device)
     ranks = "ranks on this machine, by Accelerate's launcher (default: 1)"
@@ -53,17 +49,13 @@ def run(args: argparse.Namespace) -> int:
         if not path or os.path.isdir(path) or not os.access(place, os.W_OK):
             raise ConfigError(f"--json {path!r}: cannot be written; give another place.")
     with _environment(args.device):
-        from .rows import Result, device, in_turn, read_size
+        from .rows import device, in_turn
 
-        first, size = [device(args.num_processes)], read_size(args.parameters)
-        if size == 0:
-            about = "a number above 0, such as 350M or 1.5B"
-            first.append(Result("parameters", "failed", args.parameters, about))
-        is_ready = all(row.status == "ok" for row in first)
-        if is_ready and args.num_processes > 1:
-            return _launch(args, first[0].got.startswith("cpu"))
+        first = device(args.num_processes)
+        if first.status == "ok" and args.num_processes > 1:
+            return _launch(args, first.got.startswith("cpu"))
         found: list[Result] = []
-        for row in in_turn(first, size) if is_ready else first:
+        for row in in_turn(first) if first.status == "ok" else [first]:
             if not found:
                 say(ROW.format("row", "status", "got", "expected", ""))
             found.append(row)
@@ -82,7 +74,7 @@ def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
         os.environ[USE_CPU] = "true"
     flags = ["--no_attach", "--quiet", "--multi_gpu", "--num_processes", str(args.num_processes)]
     flags += ["--num_machines", "1", "--main_process_port", "0", "--module", "accel_scaler", "test"]
-    flags += ["--parameters", args.parameters] + ["--json", args.json] * bool(args.json)
+    flags += ["--json", args.json] * bool(args.json)
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:  # torchrun leaves its own
         config = Path(folder, "config.yaml")  # else the user's default one has a say
         config.write_text("distributed_type: MULTI_GPU\n")
@@ -90,17 +82,7 @@ def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
 
 
 def _end(found: list[Result], path: str | None) -> None:
-    """The estimates, the verdict and the file."""
-    estimates = [each for row in found for each in row.estimates]
-    if estimates:
-        say("\n" + MODE.format("", "window", "wait", "device", "host", "wait", "line for the"))
-        say(MODE.format("mode", "ms", "ms", "B/param", "B/param", "hidden", "config file"))
-    for each in estimates:
-        # Less than nothing: others have taken the cores meanwhile.
-        numbers = ["?" if each[key] < 0 else f"{each[key]:.1f}" for key in NUMBERS]
-        share = each["hidden"]
-        hidden = "?" if share is None else f"{min(share, 1):.0%}" if share > 0 else "nothing"
-        say(MODE.format(each["mode"], *numbers, hidden, each["paste"]))
+    """The verdict and the file."""
     statuses = [row.status for row in found]
     counts = {name: statuses.count(name) for name in ("ok", "not run", "failed")}
     say("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))

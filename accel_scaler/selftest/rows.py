@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 import textwrap
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from operator import ne
-from typing import Any, Literal
+from typing import Literal
 
 import accelerate
 import torch
@@ -23,7 +21,6 @@ from ..console import number
 from ..devices import device_name, present_type
 from ..errors import UnsupportedError
 from ..scaling import GradScaler
-from .estimate import estimate
 from .training import WINDOWS, Case, Seen, Window, joined, reference, scaled_by, trained
 
 OVERLAP = {"step_mode": "overlap"}
@@ -50,8 +47,6 @@ class Result:
     got: str = ""
     expected: str = ""
     reason: str = ""
-    estimates: list[dict[str, Any]] = field(default_factory=list)
-    """Of the last row; see :func:`estimate`."""
 
 
 def compare(row: str, got: Seen, expected: Seen) -> Result:
@@ -121,11 +116,6 @@ def ranks(row: str) -> Result:
     return next((each for each in results if each.status == "failed"), results[0])
 
 
-def hidden(size: int, row: str) -> Result:
-    found, how = estimate(size, PartialState().device.type == "cpu")
-    return Result(row, "ok", how, estimates=found)
-
-
 ROWS: dict[str, Callable[[str], Result]] = {
     "scaler is torch's": beside_torchs_scaler,
     **dict.fromkeys(CASES, beside_plain_torch),
@@ -157,19 +147,14 @@ def device(processes: int) -> Result:
     return Result(row, "ok", f"{found.type}, {device_name(found)}", reason=versions)
 
 
-def read_size(text: str) -> int:
-    """``"350M"`` as a number; 0 if it is none."""
-    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*([KMB]?)\s*", text.upper())
-    return 0 if match is None else round(float(match[1]) * 1000 ** " KMB".index(match[2] or " "))
-
-
-def in_turn(first: list[Result], size: int) -> Iterator[Result]:
+def in_turn(first: Result) -> Iterator[Result]:
     """``first``, then every row as soon as it is there; on other ranks than 0 nothing."""
-    names = [*ROWS, "what is hidden here"]
+    names = list(ROWS)
     with joined() as state:
-        yield from first if state.is_main_process else ()
+        if state.is_main_process:
+            yield first
         for name in names:
-            mine = attempt(name, ROWS.get(name, partial(hidden, size)))
+            mine = attempt(name, ROWS[name])
             try:
                 every: list[Result] = gather_object([mine])
             except RuntimeError as error:

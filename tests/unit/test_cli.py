@@ -50,7 +50,7 @@ def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Pat
     elif argv[:1] == ["launch"]:
         assert done.stdout.startswith("usage: accel-scaler launch [flags] script.py")
     elif argv[:1] == ["test"]:
-        assert "--parameters N" in done.stdout
+        assert "--num_processes N" in done.stdout
     elif argv[:1] == ["report"]:
         assert (tmp_path / "page.html").is_file()
     else:

@@ -30,7 +30,6 @@ ONLY_IN = {
         "integrations/stock_scaler",
         "launch/launcher",
         "selftest/command",
-        "selftest/estimate",
         "selftest/rows",
         "selftest/training",
     },

@@ -54,15 +54,15 @@ MAX_LINES = {
     "overflow": 2_854,
     "telemetry": 1_589,
     "report": 1_086,
-    "launch": 494,
-    "selftest": 727,
-    "": 992,
+    "launch": 440,
+    "selftest": 552,
+    "": 959,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 19_201
+MAX_SUM = 18_939
 """The aim is 16,000."""
 
 

@@ -168,7 +168,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         prepared: ("_original_forward",),
         "accelerate.state.AcceleratorState": ("_reset_state",),
         "accelerate.state.GradientState": ("_reset_state",),
-        "accelerate.commands.config.config_utils": ("_ask_field",),
         "accelerate.commands.launch": ("_validate_launch_command",),
     },
     "collections": {named_tuple: ("_fields",)},

@@ -216,6 +216,8 @@ class Attachment:
                 add_autocast(accelerator, self.models)
             if self.scales:
                 accelerator.scaler = self.scaler
+            # Accelerate's list has models without DDP's wrapper.
+            self.scaler.ranks.knows_all = not self.models
             for model in self.models:
                 self.fp32_modules.enable(model)
                 self.watch(model, accelerator.unwrap_model(model))
@@ -264,7 +266,6 @@ class Attachment:
         self.recorder.close()
         if self.explainer is not None:
             self.explainer.close()
-        self.scaler.ranks.close()
         del accelerator._attachment
         if self.stock_class is not None:
             accelerator.__class__ = self.stock_class

@@ -114,12 +114,12 @@ class Boundary:
             for optimizer in self.scaler.managed:
                 stepper_of(optimizer).wait_for_gradients()
                 self.check.forget(optimizer)
-        self.scaler.ranks.backward_begins()
         for observer in self.observers:
             observer.before_backward(loss)
 
     def after_backward(self) -> None:
         """Call after each backward."""
+        self.scaler.ranks.backward_ended()
         if self.scaler.is_enabled() and self.scaled_clips.tries > 0:
             versions = {id(each): first_version(each) for each in self.scaler.managed}
             self.scaler.window.versions = versions

@@ -33,9 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..models import Hook
 from .collectives import any_rank, has_ranks, is_sharded
-from .gradients import parameters_of
+from .gradients import gradients_of, parameters_of
 
 
 class Share(Enum):
@@ -58,48 +57,52 @@ class Ranks:
     sharded = False
     """Ranks have parts of the gradients, which are no DTensors (``ScalerConfig.sharded``)."""
 
+    knows_all = True
+    """Every wrapper of DDP was given to :meth:`watch`."""
+
     def __init__(self) -> None:
-        self._reduced: WeakKeyDictionary[DistributedDataParallel, set[str]] = WeakKeyDictionary()
-        """DDP's wrappers, and the names of the parameters that each reduces."""
-        self._forwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-        """The number of each wrapper's last forward; 0: its backward does not reduce."""
-        self._forward = 0
-        self._backwards: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-        """How many came since that forward, or since a step."""
+        self._reduced: WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
+        self._reduced = WeakKeyDictionary()
+        """DDP's wrappers, and the ``id`` of each parameter that the reducer has, and so keeps."""
+        self._stats: WeakKeyDictionary[DistributedDataParallel, list[int]] = WeakKeyDictionary()
+        """What the reducer noted of the last backward that it reduced."""
+        self._grads: WeakKeyDictionary[DistributedDataParallel, list[tuple[int, int]]]
+        self._grads = WeakKeyDictionary()
+        """The gradients as that backward left them; not there: another one has added to them."""
+        self._numbers: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
+        """The number of that backward."""
+        self._number = 0
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """The number of the last forward before each optimizer's last step."""
-        self._handles: list[Any] = []
+        """The number of the last such backward before each optimizer's last step."""
 
     def watch(self, model: Module) -> None:
-        """Know a prepared model, until :meth:`close`."""
+        """Know a prepared model."""
         if isinstance(model, DistributedDataParallel) and model not in self._reduced:
             named, ignored = model.module.named_parameters(), model.parameters_to_ignore
-            self._reduced[model] = {n for n, p in named if p.requires_grad and n not in ignored}
-            hook = Hook(self, "forward_begins")
-            self._handles.append(model.register_forward_pre_hook(hook))
+            keys = (id(p) for name, p in named if p.requires_grad and name not in ignored)
+            self._reduced[model] = frozenset(keys)
+            self._stats[model] = list(model.reducer.get_backward_stats())
 
-    def close(self) -> None:
-        """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
+    def backward_ended(self) -> None:
+        """See which wrappers have reduced. Not each backward is: of several that follow one
+        forward only the first, none under ``no_sync``, and none that passes by the wrapper. The
+        reducer notes times of each one that it reduces."""
+        for wrapper in self._reduced:
+            stats = list(wrapper.reducer.get_backward_stats())
+            if stats != self._stats[wrapper]:
+                self._number += 1
+                self._numbers[wrapper], self._stats[wrapper] = self._number, stats
+                self._grads[wrapper] = self._gradients(wrapper)
+            elif self._grads.get(wrapper) != self._gradients(wrapper):
+                self._grads.pop(wrapper, None)
 
-    def forward_begins(self, wrapper: DistributedDataParallel, _: object) -> None:
-        """A forward hook of DDP's wrapper, which decides here whether the backward reduces. A
-        forward that passes it by (``model.module(x)``) leads to a backward that does not."""
-        if torch.is_grad_enabled():
-            self._forward += 1
-            self._forwards[wrapper] = self._forward if wrapper.require_backward_grad_sync else 0
-            self._backwards[wrapper] = 0
-
-    def backward_begins(self) -> None:
-        """Of backwards that follow one forward, or several, DDP reduces the first alone."""
-        for wrapper in self._backwards:
-            self._backwards[wrapper] += 1
+    def _gradients(self, wrapper: DistributedDataParallel) -> list[tuple[int, int]]:
+        grads = gradients_of(wrapper.module.parameters())
+        return [(id(grad), grad._version) for grad in grads]
 
     def step_ended(self, optimizer: Optimizer) -> None:
         """It has stepped, or was skipped."""
-        self._steps[optimizer] = self._forward
-        self._backwards.update(dict.fromkeys(self._backwards, 0))
+        self._steps[optimizer] = self._number
 
     @property
     def are_uneven(self) -> bool:
@@ -117,9 +120,8 @@ class Ranks:
         last = self._steps.get(optimizer, 0)
         wrappers = [
             wrapper
-            for wrapper in self._reduced
-            if self._forwards.get(wrapper, 0) > last
-            and self._backwards[wrapper] <= 1
+            for wrapper in self._grads
+            if self._numbers[wrapper] > last
             and is_worldwide(wrapper)
             and _averages(wrapper)
             and not _is_uneven(wrapper)
@@ -132,17 +134,14 @@ class Ranks:
 
     def own(self, optimizer: Optimizer) -> list[Tensor]:
         """The optimizer's parameters that this rank has alone, beside a model of DDP's."""
-        if self.has_parts(optimizer) or not self._reduced:
+        if self.has_parts(optimizer) or not (self._reduced and self.knows_all):
             return []
         return self._outside(self._reduced, optimizer)
 
     def _outside(
         self, wrappers: Iterable[DistributedDataParallel], optimizer: Optimizer
     ) -> list[Tensor]:
-        reduced = set[int]()
-        for wrapper in wrappers:
-            named, names = wrapper.module.named_parameters(), self._reduced[wrapper]
-            reduced.update(id(p) for name, p in named if name in names)
+        reduced = frozenset[int]().union(*(self._reduced[wrapper] for wrapper in wrappers))
         return [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in reduced]
 
     def all_have(self, optimizer: Optimizer) -> bool:
@@ -197,10 +196,13 @@ def _meshes(parameters: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "placements")))
 
 
+AVERAGES = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook")
+"""torch's hooks that stand for DDP's all-reduce and give all ranks one result."""
+
+
 def _averages(wrapper: DistributedDataParallel) -> bool:
-    """Whether what stands for DDP's all-reduce, if anything does, gives all ranks one result."""
-    kinds = ("default_hooks", "powerSGD_hook")
-    return all(hook.__module__.endswith(kinds) for hook, _ in getattr(wrapper, "_comm_hooks", ()))
+    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    return all(getattr(hook, "__qualname__", "") in AVERAGES for hook in hooks)
 
 
 def _is_uneven(wrapper: DistributedDataParallel) -> bool:

@@ -239,6 +239,49 @@ def test_a_last_backward_that_ddp_does_not_reduce(
 
 
 @pytest.mark.parametrize("settings", EXPLAINS)
+def test_a_backward_that_only_one_rank_makes(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of a model of its own, between DDP's forward and its step: all overflow together."""
+
+    def train(loop: Stock | Ours) -> Any:
+        probe = nn.Linear(4, 1)
+        for number in range(4):
+            loss = loss_of(loop, number) * (torch.inf if number == 2 else 1.0)
+            if dist.get_rank() == 0:
+                loop.backward(probe(batch(number)).square().mean())
+            loop.backward(loss)
+            loop.step(loop.optimizer)
+        return [loop.model]
+
+    compared(train, "fp16", settings | {"growth_interval": 2000}, tmp_path)
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
+def test_another_models_step_between_two_backwards(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """DDP reduces the first of them alone; what overflows in the second is rank 1's."""
+
+    def train(loop: Stock | Ours) -> Any:
+        own, optimizer = loop.add(head())
+        for number in range(4):
+            with loop.half:
+                out = loop.model(batch(number)).float()
+            loss = out.square().mean()
+            if isinstance(loop, Ours):
+                loop.accelerator.backward(loss, retain_graph=True)
+            else:
+                loop.scaler.scale(loss).backward(retain_graph=True)
+            loop.backward(own(batch(number)[:, :1]).square().mean())
+            loop.step(optimizer)
+            bad = number == 2 and dist.get_rank() == 1
+            loop.backward((out - 1).square().mean() * (torch.inf if bad else 1.0))
+            loop.step(loop.optimizer)
+        return [loop.model, own]
+
+    compared(train, "no", settings, tmp_path)
+
+
+@pytest.mark.parametrize("settings", EXPLAINS)
 def test_a_hook_of_ddp_that_averages_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
     def train(loop: Stock | Ours) -> Any:
         loop.model.register_comm_hook(None, noop_hook)

@@ -18,9 +18,9 @@ from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
-from ..models import Hook, is_in_backward, is_transformed
+from ..models import is_in_backward, is_transformed
 from ..scaling import Origin
-from .hooks import ForwardListener, named_tensors_in, tensors_in
+from .hooks import ForwardListener, Hook, named_tensors_in, tensors_in
 from .module_names import plain_name
 from .search import search
 from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedModule, WindowTrace

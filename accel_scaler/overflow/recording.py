@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
-from ..models import Hook, is_in_backward, is_replaying, is_transformed, unwrap
+from ..models import is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import local, parameters_of
-from .hooks import ForwardListener, is_tensor, map_tensors, tensors_in
+from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .trace import is_batched
 
 MAX_BYTES = 1 << 28

@@ -283,9 +283,11 @@ class OverflowExplainer(Observer):
         answer, and are not known to come together for it. So they look at what is the same on each;
         a rank that trains alone, as under LocalSGD, at all; and nobody at parts."""
         ranks, managed = self.scaler.ranks, self.scaler.managed
+        if not has_ranks():
+            return managed
         shares = [ranks.share(each) for each in managed]
         wanted = Share.SAME if Share.SAME in shares else Share.ALONE
-        if Share.PARTS in shares and has_ranks():
+        if Share.PARTS in shares:
             return []
         return [each for each, share in zip(managed, shares, strict=True) if share is wanted]
 

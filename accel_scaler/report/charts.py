@@ -6,17 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..console import counted, number
+from ..console import counted
 from ..telemetry import LARGEST
 from .run import Run
 
 Numbers = list[float | None]
-MAX_MARKS = 60
-"""More crosses would cover their line; then they are ticks at its lower edge."""
 MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
-MAX_DRAWN = 1e60
-"""Larger numbers leave an axis no room for its margins."""
+MAX_DRAWN = 1e30
+"""uPlot draws no axis for much larger numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,36 +23,24 @@ class Line:
 
     label: str
     y: Numbers
-    hue: str
+    hue: str = "line-0"
     """A name of ``html.HUES``."""
     low: Numbers = field(default_factory=list)
     """The least of each bin where bins hold several windows, else empty."""
     high: Numbers = field(default_factory=list)
-    holds: bool = False
-    """A bin's number holds until the next bin: drawn in steps."""
-    per_bin: str = ""
-    """What a bin's number is where bins hold several windows."""
+    style: Literal["", "steps", "dashed"] = ""
+    """``steps``: a bin's number holds until the next bin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Bins in which something happened."""
+    """Bins in which something happened, by their indices."""
 
     label: str
-    shape: Literal["cross", "triangle", "tick"]
     bins: list[int]
-    """Indices."""
-    y: Numbers
-    """None: at the upper edge; those of ticks at the lower."""
     hue: str = "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """A horizontal line with a label."""
-
-    label: str
-    y: float
+    edge: Literal["top", "bottom"] = "top"
+    """Where they are drawn: at the top as triangles, at the bottom as ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +53,15 @@ class Chart:
     scale: Literal["linear", "log", "log2"]
     lines: list[Line]
     marks: list[Marks] = field(default_factory=list)
-    limits: list[Limit] = field(default_factory=list)
 
 
 def charts(run: Run) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
-    loss, norm = _lines(run, "loss", "loss"), _lines(run, "norm", "norm", is_log=True)
-    scale = _lines(run, "scale", "scale", is_log=True) if run.is_scaled else []
-    limits = [y for b in run.bins.done if (y := _drawable(b.max_norm, is_log=True)) is not None]
+    bins = run.bins.done
+    if norm := _lines(run, "norm", "norm", is_log=True):
+        norm += _limit("clipped above", [b.max_norm for b in bins])
+    if largest := _lines(run, "largest", "largest gradient", is_log=True):
+        largest += _limit("end of float16", [LARGEST] * len(bins))
     if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
         times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
         times += _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
@@ -85,8 +72,8 @@ def charts(run: Run) -> list[Chart]:
             "The training loss of each step, as it was given to backward (the mean of its "
             "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
             "linear",
-            loss,
-            _skips(run, loss) + _bad(run, "loss"),
+            _lines(run, "loss", "loss"),
+            _skipped(run) + _bad(run, "loss"),
         ),
         Chart(
             "scale",
@@ -94,8 +81,8 @@ def charts(run: Run) -> list[Chart]:
             "The factor on the loss. It halves when a window overflows, and that step is skipped "
             "or run again; after growth_interval windows without overflow it doubles.",
             "log2",
-            scale,
-            _skips(run, scale) + _retried(run),
+            _lines(run, "scale", "scale", is_log=True) if run.is_scaled else [],
+            _skipped(run) + _marks(run, "retried", f"{counted(run.retried, 'window')} run again"),
         ),
         Chart(
             "norm",
@@ -104,7 +91,6 @@ def charts(run: Run) -> list[Chart]:
             "log",
             norm,
             _bad(run, "norm"),
-            [Limit(f"clipped above {number(limit)}", limit) for limit in limits[-1:]],
         ),
         Chart(
             "lr",
@@ -128,8 +114,7 @@ def charts(run: Run) -> list[Chart]:
             "it can double before it reaches float16's largest number is the headroom. Gradients "
             "that are added up in float32 may lie above that number.",
             "log",
-            _lines(run, "largest", "largest gradient", is_log=True),
-            limits=[Limit(f"end of float16, {number(LARGEST)}", LARGEST)],
+            largest,
         ),
     ]
     return [chart for chart in found if chart.lines]
@@ -148,54 +133,46 @@ def _lines(
 ) -> list[Line]:
     """The mean of each bin, of a scale the last, times ``unit``; none where there are no numbers.
     ``name`` is one of ``SERIES``."""
-    means, holds, width = run.bins.means(name), name == "scale", run.bins.width
+    means, is_scale = run.bins.means(name), name == "scale"
 
-    def drawn(values: list[float | None]) -> Numbers:
+    def drawn(values: Numbers) -> Numbers:
         return [None if v is None else _drawable(v * unit, is_log) for v in values]
 
-    y = drawn([m.last if holds else m.middle for m in means])
+    y, low, high = drawn([m.last if is_scale else m.middle for m in means]), [], []
     if all(value is None for value in y):
         return []
-    if width == 1:
-        return [Line(label, y, hue, holds=holds)]
-    low = drawn([m.low if m.count else None for m in means])
-    high = drawn([m.high if m.count else None for m in means])
-    what = "last" if holds else "mean"
-    per_bin = f"{what} of {width} windows, band from the least to the most"
-    return [Line(label, y, hue, low, high, holds, per_bin)]
+    if run.bins.width > 1:
+        low = drawn([m.low if m.count else None for m in means])
+        high = drawn([m.high if m.count else None for m in means])
+    return [Line(label, y, hue, low, high, "steps" if is_scale else "")]
 
 
-def _skips(run: Run, lines: list[Line]) -> list[Marks]:
-    """Every bin with a skipped window, on the first of ``lines``."""
+def _limit(label: str, values: Numbers) -> list[Line]:
+    y = [_drawable(value, is_log=True) for value in values]
+    return [] if all(value is None for value in y) else [Line(label, y, "ink", style="dashed")]
+
+
+def _skipped(run: Run) -> list[Marks]:
+    """Bins with a skipped window."""
     at = [i for i, b in enumerate(run.bins.done) if b.skips]
-    if not at or not lines:
-        return []
-    label, height = counted(run.skips, "skipped window"), lines[0].y
-    if len(at) > MAX_MARKS:
-        return [Marks(label, "tick", at, [None] * len(at))]
-    if lines[0].holds:
-        height = lines[0].high or height
-    return [Marks(label, "cross", at, [height[i] for i in at])]
+    return [Marks(counted(run.skips, "skipped window"), at, edge="bottom")] if at else []
 
 
-def _retried(run: Run) -> list[Marks]:
-    """At the upper edge: windows that overflowed, and were run again at a lower scale."""
-    at = [i for i, mean in enumerate(run.bins.means("retried")) if mean.count]
-    label = f"{counted(run.retried, 'window')} run again"
-    return [Marks(label, "triangle", at, [None] * len(at), "warn")] if at else []
+def _marks(run: Run, series: str, label: str) -> list[Marks]:
+    """Bins with a number in ``series``."""
+    at = [i for i, mean in enumerate(run.bins.means(series)) if mean.count]
+    return [Marks(label, at, "warn")] if at else []
 
 
-def _bad(run: Run, name: str) -> list[Marks]:
-    """At the upper edge: numbers that were inf or NaN, and windows skipped as spikes."""
-    bad = [i for i, mean in enumerate(run.bins.means(name)) if mean.bad]
-    spikes = [i for i, norms in enumerate(run.bins.means("spike")) if norms.count]
-    label = counted(run.kinds["spike"], "skipped spike")
-    both = (("inf or NaN", bad, "bad"), (label, spikes, "warn"))
-    return [Marks(what, "triangle", at, [None] * len(at), hue) for what, at, hue in both if at]
+def _bad(run: Run, series: str) -> list[Marks]:
+    """Bins with inf or NaN in ``series``, and bins with a window that was skipped as a spike."""
+    at = [i for i, mean in enumerate(run.bins.means(series)) if mean.bad]
+    spikes = _marks(run, "spike", counted(run.kinds["spike"], "skipped spike"))
+    return [Marks("inf or NaN", at)] * bool(at) + spikes
 
 
 def _rates(run: Run) -> list[Line]:
-    """Groups with equal rates share a line."""
+    """The learning rate of each group; groups with equal rates share a line."""
     seen: dict[tuple[float | None, ...], list[str]] = {}
     for group in range(MAX_RATES):
         rates = tuple(_drawable(dict(enumerate(b.lr)).get(group)) for b in run.bins.done)

@@ -31,31 +31,22 @@ def clipping(run: Run) -> Finding | None:
 
 def waiting(run: Run) -> Finding | None:
     modes = {session.start.settings.get("step_mode") for session in run.sessions}
-    if not run.optimizer_us or not modes & {"overlap", "delayed"}:
+    if not run.optimizer_us or "overlap" not in modes:
         return None
     text = f"{run.hidden} of the optimizer's time was hidden"
     if run.waited_us <= (1 - LITTLE_HIDDEN) * run.optimizer_us:
         return Finding(
             "good",
             f"{text} behind the training thread's own work.",
-            "To see how much faster than sync this is, compare with windows in sync, of another "
-            'run or of step_mode="auto".',
+            "How much faster than sync this is, only a run in sync tells: compare their windows a "
+            "second.",
         )
     return Finding(
         "warn",
         f"Only {text}: the training thread waited {run.waited_us / 1e6:.3g} s in all.",
-        "Leave the optimizer a core of its own (optimizer_threads, OMP_NUM_THREADS), or go back: "
-        f"{as_set(run, 'step_mode', 'sync')}. There is too little work to hide it behind.",
+        "There is too little work to hide it behind, or no core is free for it: lower "
+        f"OMP_NUM_THREADS, or go back to {as_set(run, 'step_mode', 'sync')}.",
     )
-
-
-def chosen_mode(run: Run) -> Finding | None:
-    if not run.modes:
-        return None
-    ran = f"{run.modes['overlap']:,} of {counted(run.modes.total(), 'window')} ran in overlap"
-    if run.gain is None:
-        return Finding("note", f'step_mode="auto": {ran}, the others in sync.')
-    return Finding("note", f'step_mode="auto": {ran}; {"{} {}: {}".format(*run.gain)}.')
 
 
 def broken_lines(run: Run) -> Finding | None:
@@ -76,4 +67,4 @@ def left_out(run: Run) -> Finding | None:
     return Finding("note", f"Left out: {sessions} of this file that trained nothing.")
 
 
-RULES = (ending, clipping, waiting, chosen_mode, broken_lines, left_out)
+RULES = (ending, clipping, waiting, broken_lines, left_out)

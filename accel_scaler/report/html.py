@@ -18,56 +18,30 @@ from ..console import plain, written
 from ..telemetry import Start, verdict
 from .charts import Chart, charts
 from .findings import find
-from .heatmap import HeatMap, heatmap
 from .key_numbers import TILES, key_numbers
 from .run import Run
 
-MAX_SESSIONS = 30
-"""Sessions whose beginnings are drawn."""
 WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
-HUES = {
-    "ink": ("#1b1f24", "#e6edf3"),
-    "soft": ("#57606a", "#9aa4af"),
-    "line": ("#d8dee4", "#30363d"),
-    "paper": ("#ffffff", "#161b22"),
-    "ground": ("#f5f7f9", "#0d1117"),
-    "bad": ("#c84e00", "#ff8f4a"),
-    "warn": ("#8a6100", "#e3b341"),
-    "good": ("#1a7f37", "#4ac26b"),
-    "line-0": ("#0072b2", "#58b0ea"),
-    "line-1": ("#b5407c", "#f08fc0"),
-    "line-2": ("#00795a", "#3fcf9d"),
-    "line-3": ("#8a6100", "#e3b341"),
-    "optimizer": ("#cc79a7", "#e39bc4"),
-    "wait": ("#6e7781", "#8b949e"),
-}
-"""Of each name the colour on light and on dark paper. Told apart by those who see colours
-differently as well (after Okabe and Ito)."""
 
 
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
-    found, heat = charts(run), heatmap(run)
+    found = charts(run)
     body = [_verdict(run), _about(run), _tiles(run)]
     others = [chart for chart in found if chart.name != "loss"]
-    if run.windows:
-        loss = [_chart(chart, True) for chart in found if chart.name == "loss"]
-        body += ['<div class="charts">', *loss, "</div>"]
+    body += [_charts(run, [chart for chart in found if chart.name == "loss"])]
     body += ["<h2>Findings</h2>", _findings(run)]
     if run.windows:
-        body += ["<h2>Charts</h2>", '<div class="charts">']
-        alone = others[-1] if len(others) % 2 else None
-        body += [_chart(chart, chart is alone) for chart in others]
-        body += [HEATMAP] if heat is not None else []
-        body += ["</div>", NUMBERS]
+        body += ["<h2>Charts</h2>", _charts(run, others), _modules(run)]
     rows = {each.name: f"{each.value} {each.more}".rstrip() for each in key_numbers(run)}
-    body += ["<h2>In numbers</h2>", _table(run.label, rows)]
+    body += ["<h2>In numbers</h2>", _table("", rows)]
     body += ["<h2>Settings and versions</h2>", _settings(run)]
-    style, script = _style(), _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
+    style = _asset("uPlot.min.css") + "\n" + _asset("page.css")
+    script = _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
     return Template(_asset("page.html")).substitute(
         title=escape(f"Optimizer steps: {run.label}"),
         body="\n".join(body),
-        data=page_data(run, found, heat),
+        data=page_data(run, found),
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -75,28 +49,15 @@ def html_page(run: Run) -> str:
     )
 
 
-NUMBERS = (
-    '<details id="numbers"><summary>All numbers of these charts as a table</summary>'
-    '<div class="wide"></div></details>'
-)
-
-
-def page_data(run: Run, charts: Sequence[Chart], heat: HeatMap | None) -> str:
-    """What the script draws from, as JSON that stands safely inside a ``<script>``: ASCII, without
-    ``<``, ``>`` and ``&``."""
-    bins, starts = run.bins.done, [session.first_x for session in run.sessions]
-    later = list(enumerate(starts, 1))[1:]
+def page_data(run: Run, charts: Sequence[Chart]) -> str:
+    """The script's data as JSON that stands safely inside a ``<script>``: ASCII, without ``<``,
+    ``>`` and ``&``."""
+    bins = run.bins.done
     data = {
-        "run": {
-            "label": run.label,
-            "x": [b.x for b in bins],
-            "last": [b.last_x for b in bins],
-            "skips": [b.skips for b in bins],
-            "sessions": starts,
-        },
-        "axis": {"last": run.last_x, "sessions": later[:: -(-len(later) // MAX_SESSIONS) or 1]},
+        "x": [b.x for b in bins],
+        "last": [b.last_x for b in bins],
+        "sessions": [session.first_x for session in run.sessions],
         "charts": [asdict(chart) for chart in charts],
-        "heatmap": heat and asdict(heat),
     }
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for mark in "<>&":
@@ -107,17 +68,6 @@ def page_data(run: Run, charts: Sequence[Chart], heat: HeatMap | None) -> str:
 @cache
 def _asset(name: str) -> str:
     return (files(__package__) / "assets" / name).read_text("utf-8")
-
-
-def _style() -> str:
-    light, dark = (
-        "".join(f"--{name}:{both[which]};" for name, both in HUES.items()) for which in (0, 1)
-    )
-    return (
-        f":root{{{light}}}\n:root[data-theme=dark]{{{dark}}}\n"
-        f"@media screen and (prefers-color-scheme:dark){{:root:not([data-theme]){{{dark}}}}}\n"
-        f"{_asset('uPlot.min.css')}\n{_asset('page.css')}"
-    )
 
 
 def _hash(text: str) -> str:
@@ -173,35 +123,40 @@ def _findings(run: Run) -> str:
     return f'<ul class="findings">{"".join(rows)}</ul>'
 
 
-def _figure(name: str, title: str, caption: str, classes: str = "", key: str = "") -> str:
-    return (
-        f'<figure class="card{classes}" id="chart-{name}"><div class="head"><h3>{escape(title)}'
-        f'</h3></div>{key}<div class="readout"></div><div class="plot" role="group" '
-        f'aria-label="{escape(title)}"></div><figcaption>{escape(caption)}</figcaption></figure>'
-    )
+def _charts(run: Run, charts: Sequence[Chart]) -> str:
+    figures = []
+    for chart in charts:
+        caption = chart.caption
+        if any(line.low for line in chart.lines):
+            what = "last" if chart.name == "scale" else "mean"
+            caption += f" A point is the {what} of {run.bins.width} windows, the band their range."
+        figures.append(
+            f'<figure class="card" id="chart-{chart.name}"><h3>{chart.title}</h3>'
+            f'<div class="readout"></div><div class="plot" role="group" aria-label="{chart.title}">'
+            f"</div><figcaption>{caption}</figcaption></figure>"
+        )
+    return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _chart(chart: Chart, is_wide: bool) -> str:
-    points = dict.fromkeys(line.per_bin for line in chart.lines if line.per_bin)
-    caption = " ".join([chart.caption, *(f"Each point: the {text}." for text in points)])
-    return _figure(chart.name, chart.title, caption, " whole" if is_wide else "")
+def _modules(run: Run) -> str:
+    """The modules with the largest norms, and the modules with the most overflows, and when."""
+    largest = run.modules.most(lambda module: module.largest)
+    norms = {name: f"{each.largest:.3g} ({run.place(each.largest_x)})" for name, each in largest}
+    most_bad = run.modules.most(lambda module: module.bad)
+    bad = {name: f"{each.bad:,} (first: {run.place(each.first_bad)})" for name, each in most_bad}
+    tables = [_table("largest gradient norm", norms)] * bool(norms)
+    tables += [_table("windows with inf or NaN", bad)] * bool(bad)
+    return "<h2>Modules</h2>" + _cards(tables) if tables else ""
 
 
-HEATMAP = _figure(
-    "heatmap",
-    "Gradient norm by parameter, unscaled",
-    "Parameters from the input (top) to the output (bottom). A backward runs upwards: inf or NaN "
-    "that begins low in a column spreads to all parameters above.",
-    " whole heatmap",
-    '<div class="key"><span>L2 norm <span class="ramp-low"></span><span class="ramp"></span>'
-    '<span class="ramp-high"></span></span><span class="key-bad"><i class="swatch"></i>inf or '
-    'NaN</span><span class="key-zero"><i class="swatch"></i>exactly 0</span></div>',
-)
+def _cards(tables: Sequence[str]) -> str:
+    cards = "".join(f'<div class="card">{table}</div>' for table in tables)
+    return f'<div class="tables">{cards}</div>'
 
 
 def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
     """Names and values; the names in ``marked`` stand out."""
-    lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"]
+    lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"] if label else []
     for name, value in rows.items():
         other = ' class="other"' if name in marked else ""
         lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>")
@@ -214,6 +169,5 @@ def _settings(run: Run) -> str:
     where, known = {"file": plain(run.path)}, dict(last.facts)
     if "unix_time" in known:
         where["started"] = _when(known.pop("unix_time"))
-    tables = _table(run.label, where | known), _table(run.label, last.settings, last.changed)
-    cards = "".join(f'<div class="card">{each}</div>' for each in tables)
-    return f'<p class="soft">Marked: not the default.</p><div class="tables">{cards}</div>'
+    tables = _table("", where | known), _table("", last.settings, last.changed)
+    return f'<p class="soft">Marked: not the default.</p>{_cards(tables)}'

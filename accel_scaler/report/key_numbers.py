@@ -48,7 +48,6 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         _loss(run),
         *[_scale(run)] * run.is_scaled,
         _speed(run),
-        *([] if run.gain is None else [KeyNumber(*run.gain)]),
         hidden,
     ]
     if run.highest is not None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 
 from ..console import percent, plain
 from ..telemetry import Diagnosis, Noted, Record, Start, headroom
-from .samples import Bins, Mean, NormColumns
+from .samples import Bins, Mean, Modules
 
 MAX_NOTED = 50
 
@@ -22,14 +21,10 @@ class Run(Diagnosis):
         self.names: tuple[str, ...] = ()
         """Parameters in the order of the norms that follow; (): their line was lost."""
         self.bins = Bins()
-        self.norms = NormColumns()
+        self.modules = Modules()
         self.limited = self.clipped = 0
         """Windows that were clipped by norm; those of them whose norm was above the threshold."""
         self.updates = self.optimizer_us = self.waited_us = 0
-        self.modes: Counter[str] = Counter()
-        """With ``step_mode="auto"``: how many windows ran in each mode."""
-        self.mode_seconds: tuple[float, float] | None = None
-        """Seconds a window in ``sync`` and in ``overlap``, at its last choice."""
         self.noted: dict[str, Mean] = {}
         """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
         self.least_room: tuple[float, int] | None = None
@@ -59,7 +54,7 @@ class Run(Diagnosis):
             self.limited += 1
             self.clipped += norm > limit
         if record.names and record.norms:
-            self.norms.include(x, record.names, record.norms)
+            self.modules.include(x, record)
         if record.largest_gradient is not None and record.scale > 0:
             room = headroom(record.largest_gradient)
             self.least_room = min(self.least_room or (room, x), (room, x), key=lambda r: r[0])
@@ -67,9 +62,6 @@ class Run(Diagnosis):
             self.updates += 1
             self.optimizer_us += record.optimizer_us
             self.waited_us += min(record.waited_us or 0, record.optimizer_us)
-        if record.step_mode is not None:
-            self.modes[record.step_mode] += 1
-        self.mode_seconds = record.mode_seconds or self.mode_seconds
 
     def note(self, found: Noted) -> None:
         """Add numbers that belong to no window, or a mistake."""
@@ -89,17 +81,6 @@ class Run(Diagnosis):
     def hidden(self) -> str:
         """The share of the updates' time that the training thread did not wait for."""
         return percent(self.optimizer_us - self.waited_us, self.optimizer_us)
-
-    @property
-    def gain(self) -> tuple[str, str, str] | None:
-        """Where ``step_mode="auto"`` has chosen: ``"overlap faster than sync by"``, or slower;
-        ``"33 %"``; and the times by which it chose."""
-        here, there = self.mode_seconds or (0.0, 0.0)
-        if not here:
-            return None
-        which = "faster" if there <= here else "slower"
-        times = f"{there * 1e3:.4g} ms a window, in sync {here * 1e3:.4g} ms, when auto chose"
-        return f"overlap {which} than sync by", percent(abs(here - there), here), times
 
     @property
     def windows_per_second(self) -> float | None:

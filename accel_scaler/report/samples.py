@@ -1,16 +1,16 @@
-"""Bounded samples of a long run: bins over all windows, norms of single parameters in some."""
+"""Bounded samples of a long run: bins of its windows, and the extremes of its modules."""
 
 from __future__ import annotations
 
 import math
-from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..telemetry import Record
 
 MAX_BINS = 1024
-MAX_COLUMNS = 240
-MAX_CELLS = 1 << 21
+MAX_MODULES = 1 << 16
+SHOWN_MODULES = 3
 SERIES = ("loss", "scale", "norm", "spike", "retried", "largest", "seconds", "update", "waited")
 """``spike``: norms skipped as spikes; ``retried``: ``Record.first_scale``; ``largest``:
 ``Record.largest_gradient``; ``seconds``: from the end of the window before, not of a session's
@@ -116,19 +116,49 @@ class Bins:
         return found
 
 
-class NormColumns:
-    """Norms of every parameter for at most ``MAX_COLUMNS`` windows, evenly spread."""
+@dataclass(slots=True)
+class Module:
+    """The gradient norms of one module: of each window the largest norm of a parameter."""
+
+    largest: float = 0.0
+    """Of the finite ones."""
+    largest_x: int = -1
+    bad: int = 0
+    """Windows that overflowed with inf or NaN in this module."""
+    first_bad: int = -1
+    last_bad: int = -1
+
+
+class Modules:
+    """The modules of a run by name, ``MAX_MODULES`` at most, in the order of the model."""
 
     def __init__(self) -> None:
-        self.columns: list[tuple[int, tuple[str, ...], array[float]]] = []
-        """``(x, names, float32 norms)``; the names are shared by columns."""
-        self._stride, self._seen = 1, 0
+        self.found: dict[str, Module] = {}
+        self._names: tuple[str, ...] = ()
+        self._each: list[Module] = []
+        """The module of each of ``_names``."""
 
-    def include(self, x: int, names: tuple[str, ...], norms: tuple[float, ...]) -> None:
-        """Add a window with norms; every second column is dropped when there are too many."""
-        if self._seen % self._stride == 0:
-            self.columns.append((x, names, array("f", norms)))
-        self._seen += 1
-        while len(self.columns) > min(MAX_COLUMNS, max(2, MAX_CELLS // len(names))):
-            del self.columns[1::2]
-            self._stride *= 2
+    def include(self, x: int, record: Record) -> None:
+        """Add the norms of the next window."""
+        if record.names is not self._names:
+            self._names = record.names
+            self._each = [self._of(name.rpartition(".")[0] or name) for name in record.names]
+        for module, norm in zip(self._each, record.norms or (), strict=True):
+            if module.largest < norm < math.inf:
+                module.largest, module.largest_x = norm, x
+            # NaN is also the norm of a parameter without a gradient, which may never have had one.
+            elif record.found_inf and (norm == math.inf or (norm != norm and module.largest)):
+                module.first_bad = module.first_bad if module.bad else x
+                module.bad += module.last_bad < x
+                module.last_bad = x
+
+    def most(self, value: Callable[[Module], float]) -> list[tuple[str, Module]]:
+        """The three modules with the largest ``value``, if it is above 0. Of equal ones the module
+        nearest to the output comes first: from there a backward spreads inf and NaN."""
+        some = [(name, module) for name, module in reversed(self.found.items()) if value(module)]
+        return sorted(some, key=lambda each: -value(each[1]))[:SHOWN_MODULES]
+
+    def _of(self, name: str) -> Module:
+        if name not in self.found and len(self.found) == MAX_MODULES:
+            return Module()
+        return self.found.setdefault(name, Module())

@@ -1,4 +1,4 @@
-"""The charts and the heat map as data: what the page is drawn from is what is in the file."""
+"""The charts and the table of modules as data: they show what is in the file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler.report.charts import MAX_MARKS, MAX_RATES, Chart, charts
-from accel_scaler.report.heatmap import MAX_ROWS, HeatMap, heatmap, shorten
-from accel_scaler.report.html import MAX_SESSIONS, html_page, page_data
+from accel_scaler.report import samples
+from accel_scaler.report.charts import MAX_DRAWN, MAX_RATES, Chart, charts
+from accel_scaler.report.html import html_page, page_data
 from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
@@ -52,10 +52,9 @@ def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -
     loss = chart("loss", read(tmp_path, lines))
     (line,) = loss.lines
     assert line.y == [3.0, -1.5, None, 0.0, None, 2.0, None]
-    assert (line.low, line.high, line.per_bin) == ([], [], "")
-    skipped, bad = loss.marks
-    assert (skipped.label, skipped.bins, skipped.y) == ("2 skipped windows", [1, 4], [-1.5, None])
-    assert (bad.label, bad.bins, bad.y) == ("inf or NaN", [2, 6], [None, None])
+    assert (line.low, line.high) == ([], [])
+    marks = {each.edge: (each.label, each.bins) for each in loss.marks}
+    assert marks == {"bottom": ("2 skipped windows", [1, 4]), "top": ("inf or NaN", [2, 6])}
 
 
 def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path: Path) -> None:
@@ -91,21 +90,12 @@ def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:
     count = 3000
     run = read(tmp_path, windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2)))
     assert run.bins.width == 4
+    assert "A point is the mean of 4 windows" in html_page(run)
     raw = chart("loss", run).lines[0]
-    assert raw.per_bin == "mean of 4 windows, band from the least to the most"
     assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, 4)]
     assert (raw.low, raw.high) == ([*range(0, count, 4)], [*range(3, count, 4)])
     (scale,) = chart("scale", run).lines
     assert (set(scale.y), set(scale.low), set(scale.high)) == ({2.0}, {1.0}, {2.0})
-
-
-def test_many_skips_are_ticks_below_the_line_instead_of_crosses_on_it(tmp_path: Path) -> None:
-    for count, shape in ((MAX_MARKS, "cross"), (MAX_MARKS + 1, "tick")):
-        run = read(tmp_path, windows(2 * count, loss=float, skipped=lambda s: s % 2 == 0))
-        for name in ("loss", "scale"):
-            marks = chart(name, run).marks[0]
-            assert (marks.shape, len(marks.bins)) == (shape, count)
-            assert (marks.y == [None] * count) == (shape == "tick")
 
 
 def test_groups_with_one_learning_rate_share_a_line(tmp_path: Path) -> None:
@@ -139,26 +129,23 @@ def test_numbers_of_gradients_have_their_limits(tmp_path: Path) -> None:
     largest: list[Any] = [1000.0, None, 1100.0, None, None, None]
     more = {"grad_norm": norms, "largest_gradient": largest}
     of = {key: values.__getitem__ for key, values in more.items()}
-    run = read(tmp_path, windows(6, max_norm=lambda s: 1.5, **of))
-    expected: dict[str, tuple[list[Any], str, float, list[int]]] = {
-        "norm": ([1.0, 2.0, None, 0.5, None, 4.0], "clipped above 1.5", 1.5, [2, 4]),
-        "largest": (largest, "end of float16, 65504", 65504.0, []),
+    run = read(tmp_path, windows(6, max_norm=lambda s: None if s < 2 else 1.5, **of))
+    norm, headroom = chart("norm", run), chart("largest", run)
+    assert {line.label: line.y for line in norm.lines} == {
+        "norm": [1.0, 2.0, None, 0.5, None, 4.0],
+        "clipped above": [None, None, 1.5, 1.5, 1.5, 1.5],
     }
-    for name, (values, label, height, bad) in expected.items():
-        found = chart(name, run)
-        (line,), (limit,) = found.lines, found.limits
-        assert line.y == values
-        assert (limit.label, limit.y) == (label, height)
-        assert [i for marks in found.marks for i in marks.bins] == bad
+    assert [marks.bins for marks in norm.marks] == [[2, 4]]
+    assert {line.label: line.y for line in headroom.lines} == {
+        "largest gradient": largest,
+        "end of float16": [65504.0] * 6,
+    }
+    assert headroom.marks == []
 
 
-def test_beginnings_of_sessions_are_marked_but_not_too_many(tmp_path: Path) -> None:
-    session = windows(3)
-    axis = json.loads(page_data(read(tmp_path, session * 4), [], None))["axis"]
-    assert axis == {"sessions": [[2, 3], [3, 6], [4, 9]], "last": 11}
-    many = json.loads(page_data(read(tmp_path, session * 100), [], None))["axis"]["sessions"]
-    assert 1 < len(many) <= MAX_SESSIONS
-    assert all(x == 3 * (number - 1) for number, x in many)
+def test_the_axis_goes_on_from_session_to_session(tmp_path: Path) -> None:
+    data = json.loads(page_data(read(tmp_path, windows(3) * 4), []))
+    assert (data["sessions"], data["x"]) == ([0, 3, 6, 9], [*range(12)])
 
 
 def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path) -> None:
@@ -171,7 +158,7 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
     )
     run = read(tmp_path, lines)
     found = charts(run)
-    data = json.loads(page_data(run, found, None), parse_constant=pytest.fail)
+    data = json.loads(page_data(run, found), parse_constant=pytest.fail)
     by_name = {each["name"]: each for each in data["charts"]}
     assert list(by_name) == [each.name for each in found]
     assert by_name["loss"]["lines"][0]["y"][1] == 0.333333
@@ -179,7 +166,7 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
     for each in data["charts"]:
         for line in each["lines"]:
             drawn = [y for y in line["y"] if y is not None]
-            assert all(abs(y) <= 1e60 for y in drawn)
+            assert all(abs(y) <= MAX_DRAWN for y in drawn)
             assert each["scale"] == "linear" or min(drawn) > 0
 
 
@@ -213,47 +200,49 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
         assert b.series["seconds"].total == pytest.approx(sum(steps))
 
 
-# The heat map.
+# Modules.
 
 
-def heat_of(tmp_path: Path, names: list[str], *columns: list[float]) -> HeatMap:
-    lines = [t.start(), t.names(names)]
-    lines += [t.window(s, norms=t.norms(values)) for s, values in enumerate(columns)]
-    heat = heatmap(read(tmp_path, lines))
-    assert heat is not None
-    return heat
+def module_table(tmp_path: Path, names: list[str], *windows: list[float]) -> dict[str, list[Any]]:
+    """``largest`` and ``bad``: module, number, and window of the three with the most."""
+    lines: list[Any] = [t.start(), t.names(names)]
+    for step, values in enumerate(windows):
+        overflowed = math.inf in values
+        lines.append(t.window(step, norms=t.norms(values), found_inf=overflowed))
+    modules = read(tmp_path, lines).modules
+    largest, bad = modules.most(lambda m: m.largest), modules.most(lambda m: m.bad)
+    return {
+        "largest": [(name, m.largest, m.largest_x) for name, m in largest],
+        "bad": [(name, m.bad, m.first_bad) for name, m in bad],
+    }
 
 
-def test_cells_are_the_norms_of_the_file(tmp_path: Path) -> None:
-    heat = heat_of(tmp_path, ["a", "b"], [1.0, 0.5], [0.0, math.inf], [math.nan, 2.0])
-    assert (heat.columns, heat.rows) == ([0, 1, 2], ["a", "b"])
-    assert (heat.low, heat.high) == (0.5, 2.0)
-    run = read(tmp_path, [t.start(), t.window(0)])
-    data = json.loads(page_data(run, [], heat))["heatmap"]
-    assert data["norms"] == [[1.0, 0.0, -1.0], [0.5, -1.0, 2.0]]
+def test_the_three_modules_with_the_largest_norms_and_when(tmp_path: Path) -> None:
+    names = ["in.weight", "a.b.weight", "a.b.bias", "a.c.weight", "gain", "out.weight"]
+    found = module_table(
+        tmp_path, names, [1.0, 2.0, 9.0, 0.0, 4.0, 1.0], [7.0, 3.0, 8.0, 0.0, 5.0, 6.0]
+    )
+    assert found == {"largest": [("a.b", 9.0, 0), ("in", 7.0, 1), ("out", 6.0, 1)], "bad": []}
 
 
-def test_norm_columns_are_evenly_spread_and_exact(tmp_path: Path) -> None:
-    lines = [t.start(), t.names(["a", "b"])]
-    lines += [t.window(s, norms=t.norms([s, s / 2])) for s in range(1000)]
-    columns = read(tmp_path, lines).norms.columns
-    assert [x for x, _, _ in columns] == list(range(0, 1000, 8))
-    assert all(list(norms) == [x, x / 2] for x, _, norms in columns)
+def test_the_three_modules_with_the_most_overflows_and_the_first_of_each(tmp_path: Path) -> None:
+    names = ["in.weight", "a.weight", "a.bias", "b.weight", "out.weight", "unused.weight"]
+    inf, nan = math.inf, math.nan
+    found = module_table(
+        tmp_path,
+        names,
+        [1.0, 1.0, 1.0, 1.0, 1.0, nan],
+        [inf, inf, inf, 1.0, 1.0, nan],  # a window counts once in a module
+        [inf, nan, nan, inf, 1.0, nan],
+        [nan, 1.0, 1.0, 1.0, 1.0, nan],  # nothing overflowed: it had no gradient
+    )
+    # Of the two with equal counts a is nearer to the output: there a backward came from.
+    assert found["bad"] == [("a", 2, 1), ("in", 2, 1), ("b", 1, 2)]
+    assert [name for name, *_ in found["largest"]] == ["out", "b", "a"]
 
 
-def test_labels_are_short_and_without_what_all_begin_with(tmp_path: Path) -> None:
-    names = [f"model.h.{n}.attn.weight" for n in (1, 2, 11)]
-    labels = heat_of(tmp_path, names, [1.0] * 3).wide
-    assert labels == ["1.attn.weight", "2.attn.weight", "11.attn.weight"]
-    assert heat_of(tmp_path, ["weight"], [1.0]).wide == ["weight"]
-    assert shorten("a" * 50 + "z", 12) == "aaaa…aaaaaaz"
-    assert all(len(shorten("y" * 90, limit)) == limit for limit in range(3, 40))
-
-
-def test_parameters_beyond_the_rows_share_them(tmp_path: Path) -> None:
-    names = [f"m.{n}" for n in range(MAX_ROWS + 1)]
-    heat = heat_of(tmp_path, names, [1.0, 3.0, *[2.0] * (MAX_ROWS - 1)])
-    assert (heat.rows[0], heat.rows[-1], heat.wide[0]) == ("m.0 to m.1", f"m.{MAX_ROWS}", "0")
-    assert (heat.norms[0], heat.norms[-1]) == ([3.0], [2.0])
-    heat = heat_of(tmp_path, names, [math.inf, 3.0, *[2.0] * (MAX_ROWS - 1)])
-    assert heat.norms[:2] == [[-1.0], [2.0]]
+def test_the_modules_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MAX_MODULES", 2)
+    lines = [t.start(), t.names(["a.w", "b.w", "c.w"]), t.window(0, norms=t.norms([1.0, 2.0, 3.0]))]
+    run = read(tmp_path, [*lines, t.names(["c.w", "b.w"]), t.window(1, norms=t.norms([4.0, 5.0]))])
+    assert {name: module.largest for name, module in run.modules.found.items()} == {"a": 1, "b": 5}

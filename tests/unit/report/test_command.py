@@ -16,10 +16,9 @@ import telemetry_files as t
 
 from accel_scaler.errors import ConfigError
 from accel_scaler.report import command as report
-from accel_scaler.report.html import HUES
 
 VOID = {"meta", "br", "hr", "img", "link"}
-CHARTS = ["scale", "norm", "lr", "time", "heatmap"]
+CHARTS = ["scale", "norm", "lr", "time"]
 
 
 class Page(HTMLParser):
@@ -92,8 +91,12 @@ def test_the_page_holds_all_and_needs_nothing_but_itself(tmp_path: Path) -> None
     assert "@import" not in text
     assert "url(" not in text
     assert ("meta", "name", "viewport") in page.attributes
-    used = set(re.findall(r"var\(--([\w-]+)\)", text)) - {"mark", "run"}
-    assert used <= HUES.keys()
+    assert {"transformer.h.3.mlp.c_fc", "8 (first: step 0)"} <= set(page.cells)
+    used, known = (set(re.findall(rf"{by}--([\w-]+)", text)) for by in (r"var\(", r"[{{ ]"))
+    hues = {
+        each["hue"] for chart in json.loads(page.scripts[0])["charts"] for each in chart["lines"]
+    }
+    assert used | hues <= known
 
 
 def test_a_browser_may_run_the_pages_own_script_and_nothing_else(tmp_path: Path) -> None:
@@ -136,8 +139,7 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
     assert evil[0] in page.cells
     assert "<b>&run.jsonl" in page.text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\u2028\u2029\u202e]", text)
-    heat = json.loads(page.scripts[0])["heatmap"]
-    assert {evil[0], evil[1], evil[2]} < set(heat["rows"])
+    assert page.cells.count(evil[2]) == 2  # a setting, and a module with the largest norm
     assert not set("<>&\u2028") & set(page.scripts[0])
 
 

@@ -11,7 +11,7 @@ import telemetry_files as t
 
 from accel_scaler.console import number, percent, written
 from accel_scaler.report.command import in_words
-from accel_scaler.report.findings import chosen_mode, clipping, find, waiting
+from accel_scaler.report.findings import clipping, find, waiting
 from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
@@ -164,33 +164,17 @@ def test_waiting_in_overlap_mode_is_measured(waited: int, level: str, tmp_path: 
     assert (f"waited {50 * waited / 1e6:.3g} s" in finding.title) == (level == "warn")
 
 
-@pytest.mark.parametrize(
-    ("overlap", "gain"),
-    [(0.2, "faster than sync by 33.3 %"), (0.36, "slower than sync by 20 %")],
-)
-def test_what_auto_chose_is_told_with_both_times(overlap: float, gain: str, tmp_path: Path) -> None:
-    modes = ["sync"] * 5 + ["overlap"] * 4 + [None] + ["sync"] * 2 + ["overlap"] * 60
-    lines = [t.start(settings={"step_mode": "auto"})]
-    lines += [
-        t.window(step, **({} if mode is None else {"step_mode": mode}))
-        for step, mode in enumerate(modes)
-    ]
-    lines[5] |= {"mode_seconds": [9.0, 8.0]}  # the last choice counts
-    lines[12] |= {"mode_seconds": [0.3, overlap]}
-    run = read(tmp_path, lines)
-    finding = chosen_mode(run)
-    assert finding is not None
-    assert (finding.level, finding.title.count("64 of 71 windows")) == ("note", 1)
-    times = f"{overlap * 1e3:g} ms a window, in sync 300 ms, when auto chose"
-    assert finding.title.endswith(f"; overlap {gain}: {times}.")
-    tile = key_numbers(run)[5]
-    assert (f"{tile.name} {tile.value}", tile.more) == (f"overlap {gain}", times)
-    run = read(tmp_path, lines[:5])
-    finding = chosen_mode(run)
-    assert finding is not None
-    assert "0 of 4 windows" in finding.title
-    assert key_numbers(run)[5].name == "optimizer hidden", "nothing is made up"
-    assert chosen_mode(read(tmp_path, t.story(9, lambda *_: False))) is None
+def test_a_file_of_an_older_release_is_read_without_its_retired_fields(tmp_path: Path) -> None:
+    new = t.story(9, lambda *_: False, with_times=True)
+    retired = {"step_mode": "auto", "fold_unscale": True, "optimizer_threads": 2}
+    old = [new[0] | {"settings": new[0]["settings"] | retired}]
+    for line in new[1:]:
+        of_window = {"step_mode": "overlap", "mode_seconds": [0.3, 0.2]}
+        old.append(line | of_window if line["kind"] == "window" else line)
+    ours, theirs = read(tmp_path, old), read(tmp_path, new)
+    assert ours.broken == 0
+    assert find(ours) == find(theirs)
+    assert key_numbers(ours) == key_numbers(theirs)
 
 
 def test_a_step_on_nan_without_scaling_is_bad_and_no_scale_is_reported(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
     found = charts(run)
-    body = [_verdict(run), _about(run), _tiles(run)]
+    body = [_verdict(run), _tiles(run)]
     others = [chart for chart in found if chart.name != "loss"]
     body += [_charts(run, [chart for chart in found if chart.name == "loss"])]
     body += ["<h2>Findings</h2>", _findings(run)]
@@ -73,26 +73,6 @@ def _asset(name: str) -> str:
 def _hash(text: str) -> str:
     """As a content security policy names what may run."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _about(run: Run) -> str:
-    if not run.sessions:
-        return ""
-    session = run.sessions[-1]
-    known, settings = session.start.facts, session.start.settings
-    parts = [str(known[key]) for key in ("device_name", "device", "precision") if key in known]
-    parts = ["no autocast" if part == "no" else part for part in parts]
-    if "step_mode" in settings:
-        parts.append(f"step_mode {settings['step_mode']}")
-    if known.get("ranks", 1) > 1:
-        parts.append(f"rank {known.get('rank', '?')} of {known['ranks']}")
-    if "unix_time" in known:
-        parts.append(_when(known["unix_time"]))
-    return f'<p class="about soft">{escape(" · ".join(parts))}</p>'
-
-
-def _when(moment: float) -> str:
-    return f"{datetime.fromtimestamp(moment, timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
 def _verdict(run: Run) -> str:
@@ -168,6 +148,7 @@ def _settings(run: Run) -> str:
     last = run.sessions[-1].start if run.sessions else Start()
     where, known = {"file": plain(run.path)}, dict(last.facts)
     if "unix_time" in known:
-        where["started"] = _when(known.pop("unix_time"))
+        started = datetime.fromtimestamp(known.pop("unix_time"), timezone.utc)
+        where["started"] = f"{started:%Y-%m-%d %H:%M} UTC"
     tables = _table("", where | known), _table("", last.settings, last.changed)
     return f'<p class="soft">Marked: not the default.</p>{_cards(tables)}'

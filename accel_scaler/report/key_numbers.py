@@ -76,9 +76,7 @@ def _noted(name: str, mean: Mean) -> KeyNumber:
 
     def text(value: float) -> str:
         if name.endswith("_bytes"):
-            large = ("GB", 1e9) if value >= 1e9 else ("MB", 1e6)
-            unit, size = large if value >= 1e6 else ("kB", 1e3)
-            return f"{value / size:.3g} {unit}"
+            return f"{value / 1e9:.3g} GB"
         return f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
 
     low, high = text(mean.low), text(mean.high)
@@ -110,7 +108,5 @@ def _speed(run: Run) -> KeyNumber:
     if (speed := run.windows_per_second) is None:
         return KeyNumber("windows a second", NONE)
     seconds = sum(session.seconds for session in run.sessions)
-    minutes = round(seconds / 60)
-    text = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
-    text = f"{seconds:.3g} s" if seconds < 120 else text
+    text = f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return KeyNumber("windows a second", f"{speed:.3g}", f"{text} in all")

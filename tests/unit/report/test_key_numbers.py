@@ -77,7 +77,7 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
         >= {
             "parameters": "124,439,808",
             "parameters trained": "294,912",
-            "memory of the parameters": "498 MB",
+            "memory of the parameters": "0.498 GB",
             "eval_loss": "nan lowest 2.25, highest 2.5",
             "eval_f1": "nan",
             "test_f1": "0.5",

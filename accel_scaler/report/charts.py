@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,12 +25,12 @@ class Line:
     label: str
     y: Numbers
     hue: str = "line-0"
-    """A name of ``html.HUES``."""
+    """The name of a colour in ``page.css``."""
     low: Numbers = field(default_factory=list)
     """The least of each bin where bins hold several windows, else empty."""
     high: Numbers = field(default_factory=list)
     style: Literal["", "steps", "dashed"] = ""
-    """``steps``: a bin's number holds until the next bin."""
+    """``"steps"``: a bin's number holds until the next bin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,15 @@ class Chart:
 def charts(run: Run) -> list[Chart]:
     """Every chart there is data for, in the order of the page."""
     bins = run.bins.done
+    skipped = _marks(counted(run.skips, "skipped window"), [b.skips for b in bins], edge="bottom")
+    spikes = [mean.count for mean in run.bins.means("spike")]
+    spiked = _marks(counted(run.kinds["spike"], "skipped spike"), spikes, "warn")
+    again = [mean.count for mean in run.bins.means("retried")]
+    retried = _marks(f"{counted(run.retried, 'window')} run again", again, "warn")
+    bad_loss, bad_norm = (
+        _marks("inf or NaN", [mean.bad for mean in run.bins.means(name)])
+        for name in ("loss", "norm")
+    )
     if norm := _lines(run, "norm", "norm", is_log=True):
         norm += _limit("clipped above", [b.max_norm for b in bins])
     if largest := _lines(run, "largest", "largest gradient", is_log=True):
@@ -73,7 +83,7 @@ def charts(run: Run) -> list[Chart]:
             "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
             "linear",
             _lines(run, "loss", "loss"),
-            _skipped(run) + _bad(run, "loss"),
+            skipped + bad_loss + spiked,
         ),
         Chart(
             "scale",
@@ -82,7 +92,7 @@ def charts(run: Run) -> list[Chart]:
             "or run again; after growth_interval windows without overflow it doubles.",
             "log2",
             _lines(run, "scale", "scale", is_log=True) if run.is_scaled else [],
-            _skipped(run) + _marks(run, "retried", f"{counted(run.retried, 'window')} run again"),
+            skipped + retried,
         ),
         Chart(
             "norm",
@@ -90,7 +100,7 @@ def charts(run: Run) -> list[Chart]:
             "The norm of the whole gradient, as the optimizer would get it without clipping.",
             "log",
             norm,
-            _bad(run, "norm"),
+            bad_norm + spiked,
         ),
         Chart(
             "lr",
@@ -147,28 +157,17 @@ def _lines(
     return [Line(label, y, hue, low, high, "steps" if is_scale else "")]
 
 
-def _limit(label: str, values: Numbers) -> list[Line]:
+def _limit(label: str, values: Sequence[float | None]) -> list[Line]:
     y = [_drawable(value, is_log=True) for value in values]
     return [] if all(value is None for value in y) else [Line(label, y, "ink", style="dashed")]
 
 
-def _skipped(run: Run) -> list[Marks]:
-    """Bins with a skipped window."""
-    at = [i for i, b in enumerate(run.bins.done) if b.skips]
-    return [Marks(counted(run.skips, "skipped window"), at, edge="bottom")] if at else []
-
-
-def _marks(run: Run, series: str, label: str) -> list[Marks]:
-    """Bins with a number in ``series``."""
-    at = [i for i, mean in enumerate(run.bins.means(series)) if mean.count]
-    return [Marks(label, at, "warn")] if at else []
-
-
-def _bad(run: Run, series: str) -> list[Marks]:
-    """Bins with inf or NaN in ``series``, and bins with a window that was skipped as a spike."""
-    at = [i for i, mean in enumerate(run.bins.means(series)) if mean.bad]
-    spikes = _marks(run, "spike", counted(run.kinds["spike"], "skipped spike"))
-    return [Marks("inf or NaN", at)] * bool(at) + spikes
+def _marks(
+    label: str, counts: Sequence[int], hue: str = "bad", edge: Literal["top", "bottom"] = "top"
+) -> list[Marks]:
+    """Mark the bins whose count is above 0; nothing where there are none."""
+    bins = [index for index, count in enumerate(counts) if count]
+    return [Marks(label, bins, hue, edge)] if bins else []
 
 
 def _rates(run: Run) -> list[Line]:

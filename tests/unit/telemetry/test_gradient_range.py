@@ -58,9 +58,7 @@ Clip = Callable[[Any, Sequence[Tensor], float], None]
 CLIPS = [everything, by_halves, twice, unscaled_first, unscaled, nothing]
 SETTINGS: dict[str, dict[str, Any]] = {
     "sync": {},
-    "folded": {"fold_unscale": True},
     "overlap": {"step_mode": "overlap"},
-    "delayed on the host": {"step_mode": "delayed", "offload": "cpu"},
 }
 
 
@@ -75,10 +73,9 @@ def test_it_is_what_the_backward_left(
     # float16 gradients of which some only are clipped are multiplied in float16.
     clip_rounds = dtype is torch.float16 and clip is by_halves
     path, plain = tmp_path / "run.jsonl", mlp().to(dtype)
-    fused = {"fused": True} if "fold_unscale" in settings and dtype is torch.float32 else {}
     looks = []
     with attached(path, underflow_interval=2, **settings) as accelerator:
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters(), **fused))
+        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
         for number in range(5):
             accelerator.backward(loss_of(model, number))
             looks.append(largest_of(plain.parameters()))

@@ -15,16 +15,6 @@ def record(index: int, skipped: bool = False, scale: float = 8.0, **rest: object
     return Record(index, scale, skipped=skipped, **values)  # type: ignore[arg-type]
 
 
-def test_totals() -> None:
-    history = History()
-    history.add(record(0))
-    history.add(record(1, skipped=True))
-    history.add(record(2, scale=4.0, grad_norm=3.0))
-    history.add(record(3, scale=4.0, next_scale=16.0, grad_norm=2.0))
-    assert (history.boundaries, history.skips) == (4, 1)
-    assert "largest finite gradient norm: 3" in history.summary()
-
-
 def test_a_second_optimizer_amends_the_record_of_its_window() -> None:
     history = History()
     history.add(record(0))

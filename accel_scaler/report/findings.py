@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-from ..console import counted, number, percent
+from ..console import counted
 from ..telemetry import Finding, as_set, diagnose, ending
 from .run import Run
 
-MANY_CLIPPED = LITTLE_HIDDEN = 0.5
+LITTLE_HIDDEN = 0.5
 
 
 def find(run: Run) -> list[Finding]:
@@ -16,34 +14,14 @@ def find(run: Run) -> list[Finding]:
     return diagnose(run, *(rule(run) for rule in RULES))
 
 
-def clipping(run: Run) -> Finding | None:
-    if not run.limited or run.clipped <= MANY_CLIPPED * run.limited:
-        return None
-    limits = [b.max_norm for b in run.bins.done if b.max_norm is not None]
-    mean = number(run.bins.of_all("norm").middle or math.inf)
-    return Finding(
-        "note",
-        f"The gradient norm was above the clipping threshold in {percent(run.clipped, run.limited)}"
-        f" of the windows (mean {mean}, threshold {number(limits[-1])}).",
-        "All such steps are clipped to the same norm; for many language models that is intended.",
-    )
-
-
 def waiting(run: Run) -> Finding | None:
     modes = {session.start.settings.get("step_mode") for session in run.sessions}
-    if not run.optimizer_us or "overlap" not in modes:
+    if "overlap" not in modes or run.waited_us <= (1 - LITTLE_HIDDEN) * run.optimizer_us:
         return None
-    text = f"{run.hidden} of the optimizer's time was hidden"
-    if run.waited_us <= (1 - LITTLE_HIDDEN) * run.optimizer_us:
-        return Finding(
-            "good",
-            f"{text} behind the training thread's own work.",
-            "How much faster than sync this is, only a run in sync tells: compare their windows a "
-            "second.",
-        )
     return Finding(
         "warn",
-        f"Only {text}: the training thread waited {run.waited_us / 1e6:.3g} s in all.",
+        f"Only {run.hidden} of the optimizer's time was hidden: the training thread waited "
+        f"{run.waited_us / 1e6:.3g} s in all.",
         "There is too little work to hide it behind, or no core is free for it: lower "
         f"OMP_NUM_THREADS, or go back to {as_set(run, 'step_mode', 'sync')}.",
     )
@@ -67,4 +45,4 @@ def left_out(run: Run) -> Finding | None:
     return Finding("note", f"Left out: {sessions} of this file that trained nothing.")
 
 
-RULES = (ending, clipping, waiting, broken_lines, left_out)
+RULES = (ending, waiting, broken_lines, left_out)

@@ -33,7 +33,7 @@ def html_page(run: Run) -> str:
     body += ["<h2>Findings</h2>", _findings(run)]
     if run.windows:
         body += ["<h2>Charts</h2>", _charts(run, others), _modules(run)]
-    rows = {each.name: f"{each.value} {each.more}".rstrip() for each in key_numbers(run)}
+    rows = {each.name: each.value + f"; {each.more}" * bool(each.more) for each in key_numbers(run)}
     body += ["<h2>In numbers</h2>", _table("", rows)]
     body += ["<h2>Settings and versions</h2>", _settings(run)]
     style = _asset("uPlot.min.css") + "\n" + _asset("page.css")

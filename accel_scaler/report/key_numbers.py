@@ -58,11 +58,10 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         found.append(KeyNumber("overflowed, ran again", f"{run.retried:,}", more))
     if run.limited:
         found.append(KeyNumber("clipped", percent(run.clipped, run.limited)))
-    if run.largest is not None and run.least_room is not None:
-        (last, measured), (least, x) = run.largest, run.least_room
-        more = f"measured at {run.place(measured)}; least {doublings(least)} ({run.place(x)})"
-        room = headroom(last * run.last_scale)
-        found.append(KeyNumber("headroom", doublings(room), more))
+    if run.largest is not None:
+        last, measured = run.largest
+        room = doublings(headroom(last * run.last_scale))
+        found.append(KeyNumber("headroom", room, f"measured at {run.place(measured)}"))
     return found + [_noted(name, mean) for name, mean in run.noted.items()]
 
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from ..console import percent, plain
-from ..telemetry import Diagnosis, Noted, Record, Start, headroom
+from ..telemetry import Diagnosis, Noted, Record, Start
 from .samples import Bins, Mean, Modules
 
 MAX_NOTED = 50
@@ -27,8 +27,6 @@ class Run(Diagnosis):
         self.updates = self.optimizer_us = self.waited_us = 0
         self.noted: dict[str, Mean] = {}
         """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
-        self.least_room: tuple[float, int] | None = None
-        """The least headroom, and the window's x."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
         self.left_out = 0
@@ -55,9 +53,6 @@ class Run(Diagnosis):
             self.clipped += norm > limit
         if record.names and record.norms:
             self.modules.include(x, record)
-        if record.largest_gradient is not None and record.scale > 0:
-            room = headroom(record.largest_gradient)
-            self.least_room = min(self.least_room or (room, x), (room, x), key=lambda r: r[0])
         if record.optimizer_us is not None:
             self.updates += 1
             self.optimizer_us += record.optimizer_us

@@ -11,7 +11,7 @@ import telemetry_files as t
 
 from accel_scaler.console import number, percent, written
 from accel_scaler.report.command import in_words
-from accel_scaler.report.findings import clipping, find, waiting
+from accel_scaler.report.findings import find, waiting
 from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.run import Run
@@ -25,7 +25,7 @@ def read(tmp_path: Path, lines: list[Any]) -> Run:
     return read_run(t.write(tmp_path / "run.jsonl", lines))
 
 
-RULES = (ending, healed, loss, overflow, skips, clipping, waiting)
+RULES = (ending, healed, loss, overflow, skips, waiting)
 
 
 def found(tmp_path: Path, lines: list[Any]) -> dict[str, Finding]:
@@ -46,7 +46,7 @@ def with_first(lines: list[Any], step: int, **first: Any) -> list[Any]:
 def test_bad_findings_come_first_and_the_culprit_is_named(tmp_path: Path) -> None:
     lines = t.story(500, lambda step, _: 300 <= step <= 410 and step % 11 == 3)
     findings = find(read(tmp_path, lines))
-    assert [each.level for each in findings] == ["bad", "note", "note"]
+    assert [each.level for each in findings] == ["bad", "note"]
     assert f"in: {CULPRIT}, " in findings[0].text
 
 
@@ -77,22 +77,13 @@ def test_a_scale_of_one_or_less_or_at_its_floor_is_bad(
     assert f"{low:g} (step {30 if low else 0})" in finding.title
 
 
-def test_a_norm_mostly_above_the_threshold_is_counted(tmp_path: Path) -> None:
-    norms = [0.5, 4.0, 2.0, 8.0, "inf"]
-    lines = [t.start(), *(t.window(s, grad_norm=n, max_norm=1.0) for s, n in enumerate(norms))]
-    finding = found(tmp_path, lines)["clipping"]
-    assert "in 75 % of the windows (mean 3.625, threshold 1)" in finding.title
-    half = [t.start(), *(t.window(s, grad_norm=n) for s, n in enumerate([1.0, 2.0]))]
-    assert "clipping" not in found(tmp_path, half)
-
-
 def test_how_much_higher_the_scale_could_be(tmp_path: Path) -> None:
     def headroom(**last: float) -> str:
         measured = [t.window(1, largest_gradient=65504 / 2), t.window(2, largest_gradient=8188.0)]
         lines = [t.start(), t.window(0), *measured, t.window(3, **last)]
         return numbers_of(read(tmp_path, lines))["headroom"]
 
-    assert headroom().startswith("3.0 doublings measured at step 2; least 1.0 doub")
+    assert headroom() == "3.0 doublings measured at step 2"
     assert headroom(next_scale=16384.0).startswith("5.0 doublings")  # the last scale counts
     assert headroom(largest_gradient=65504.0 * 4).startswith("0.0 doublings")
     assert "headroom" not in numbers_of(read(tmp_path, t.story(9, lambda *_: False)))
@@ -111,16 +102,17 @@ def test_how_it_ended(tmp_path: Path) -> None:
     assert "no window closed" in in_words(read(tmp_path, [t.start()]))
 
 
-@pytest.mark.parametrize(("waited", "level"), [(36_000, "warn"), (12_000, "good")])
-def test_waiting_in_overlap_mode_is_measured(waited: int, level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("waited", "is_told"), [(36_000, True), (12_000, False)])
+def test_waiting_in_overlap_is_told(waited: int, is_told: bool, tmp_path: Path) -> None:
     lines = t.story(50, lambda *_: False)
     lines[0] = t.start(settings={"step_mode": "overlap"})
     times = {"optimizer_us": 40_000, "waited_us": waited}
     lines = [line | times if line["kind"] == "window" else line for line in lines]
-    finding = found(tmp_path, lines)["waiting"]
-    assert finding.level == level
-    assert f"{100 - waited / 400:g} % of the optimizer's time" in finding.title
-    assert (f"waited {50 * waited / 1e6:.3g} s" in finding.title) == (level == "warn")
+    told = found(tmp_path, lines).get("waiting")
+    assert (told is not None) == is_told
+    if told is not None:
+        assert "10 % of the optimizer's time was hidden" in told.title
+        assert "waited 1.8 s" in told.title
 
 
 def test_a_file_of_an_older_release_is_read_without_its_retired_fields(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from .run import Run
 Numbers = list[float | None]
 MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
-MAX_DRAWN = 1e30
+MAX_DRAWN = 1e24
 """uPlot draws no axis for much larger numbers."""
 
 

@@ -89,11 +89,14 @@
   const yRange = (scale) => (u, low, high) => {
     if (low === null) return [1, 10];
     if (scale === "linear") return uPlot.rangeNum(low, high, 0.1, true);
-    return uPlot.rangeLog(low, high, scale === "log2" ? 2 : 10, false);
+    const least = scale === "log2" ? 4 : 5; // so that there are ticks
+    const margin = Math.max((high / low) ** 0.05, Math.sqrt((least * low) / high));
+    return [low / margin, high * margin];
   };
-  const tickText = (scale) => (tick) => {
-    const isPower = scale === "log2" && (tick >= 1e6 || tick < 1e-2);
-    return isPower ? `2^${Math.round(Math.log2(tick))}` : number(tick);
+  const tickTexts = (scale, ticks) => {
+    const isWide = ticks.some((tick) => tick >= 1e6 || tick < 1e-2);
+    if (scale !== "log2" || !isWide) return ticks.map(number);
+    return ticks.map((tick) => `2^${Math.round(Math.log2(tick))}`);
   };
   // Powers of the base; of ten, where there are few, also twice and five times as much. uPlot's own
   // ticks never end on an axis beyond 1e16.
@@ -120,7 +123,7 @@
       grid: { stroke: line, width: 1 },
       splits: scale === "linear" ? undefined : logTicks(scale === "log2" ? 2 : 10),
       filter: (u, ticks) => ticks,
-      values: (u, ticks) => ticks.map(tickText(scale)),
+      values: (u, ticks) => tickTexts(scale, ticks),
     },
   ];
 

@@ -1,8 +1,8 @@
 """``accel-scaler report``: from a telemetry file to a page or words.
 
-Lines come in through the reader, which trusts none, and are added up in a run's summary of bounded
-size; findings, charts and the page are made from the summary alone. It knows the file's format
-and nothing of training: neither torch nor Accelerate is needed here.
+The reader checks every line and adds it to the run's summary, whose size is bounded. Findings,
+charts and the page are made from the summary alone. The report knows the file's format and nothing
+of training, so it needs neither torch nor Accelerate.
 """
 
 from .command import add_arguments as add_arguments, run as run

@@ -1,4 +1,4 @@
-"""The charts of a report as data: the page is drawn from these alone."""
+"""The charts of a report as data, from which the page draws them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Numbers = list[float | None]
 MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
 MAX_DRAWN = 1e24
-"""uPlot draws no axis for much larger numbers."""
+"""Larger numbers are drawn at this height: uPlot makes no axis for much larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number for each bin; None where a bin has none."""
+    """One number for each bin; None where a bin has no number."""
 
     label: str
     y: Numbers
     hue: str = "line-0"
     """The name of a colour in ``page.css``."""
     low: Numbers = field(default_factory=list)
-    """The least of each bin where bins hold several windows, else empty."""
+    """The least number of each bin; empty where a bin is a single window."""
     high: Numbers = field(default_factory=list)
     style: Literal["", "steps", "dashed"] = ""
     """``"steps"``: a bin's number holds until the next bin."""
@@ -35,13 +35,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Bins in which something happened, by their indices."""
+    """The indices of the bins in which something happened."""
 
     label: str
     bins: list[int]
     hue: str = "bad"
     edge: Literal["top", "bottom"] = "top"
-    """Where they are drawn: at the top as triangles, at the bottom as ticks."""
+    """At the top of the chart marks are triangles, at the bottom ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Chart:
 
 
 def charts(run: Run) -> list[Chart]:
-    """Every chart there is data for, in the order of the page."""
+    """Every chart for which there is data, in the order of the page."""
     bins = run.bins.done
     skipped = _marks(counted(run.skips, "skipped window"), [b.skips for b in bins], edge="bottom")
     spikes = [mean.count for mean in run.bins.means("spike")]
@@ -113,7 +113,7 @@ def charts(run: Run) -> list[Chart]:
             "time",
             "Step time (ms)",
             "The time from the end of one step to the end of the next, of the optimizer's update, "
-            "and of the training thread's wait for it. What was not waited for was hidden.",
+            "and of the training thread's wait for it. The rest of the update was hidden.",
             "linear",
             times,
         ),
@@ -131,7 +131,8 @@ def charts(run: Run) -> list[Chart]:
 
 
 def _drawable(value: float | None, is_log: bool = False) -> float | None:
-    """``value`` within what an axis can show, six digits of it; None: it has no height."""
+    """``value`` with six digits, and no larger than an axis can show; None for a value without a
+    height: inf, NaN, and on a logarithmic axis 0 and less."""
     if value is None or not math.isfinite(value) or (is_log and value <= 0):
         return None
     value = min(max(value, 1 / MAX_DRAWN if is_log else -MAX_DRAWN), MAX_DRAWN)
@@ -141,8 +142,8 @@ def _drawable(value: float | None, is_log: bool = False) -> float | None:
 def _lines(
     run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
 ) -> list[Line]:
-    """The mean of each bin, of a scale the last, times ``unit``; none where there are no numbers.
-    ``name`` is one of ``SERIES``."""
+    """A line of the bins' means, of a scale's last numbers, times ``unit``; no line where there are
+    no numbers. ``name`` is one of ``SERIES``."""
     means, is_scale = run.bins.means(name), name == "scale"
 
     def drawn(values: Numbers) -> Numbers:

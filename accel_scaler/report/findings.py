@@ -1,4 +1,4 @@
-"""The findings of a report: those of the diagnosis, and what only the file shows."""
+"""The findings of a report: the findings of the diagnosis, and some that only the file shows."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names what may run."""
+    """The name of a script or style in a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -135,7 +135,7 @@ def _cards(tables: Sequence[str]) -> str:
 
 
 def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
-    """Names and values; the names in ``marked`` stand out."""
+    """A table of names and values, in which the names in ``marked`` stand out."""
     lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"] if label else []
     for name, value in rows.items():
         other = ' class="other"' if name in marked else ""
@@ -144,7 +144,7 @@ def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) ->
 
 
 def _settings(run: Run) -> str:
-    """Two tables: what ran where, and the settings."""
+    """Two tables: the run with its versions, and its settings."""
     last = run.sessions[-1].start if run.sessions else Start()
     where, known = {"file": plain(run.path)}, dict(last.facts)
     if "unix_time" in known:

@@ -16,7 +16,7 @@ TILES = 6
 
 @dataclass(frozen=True, slots=True)
 class KeyNumber:
-    """A name, a value, and a few words on it, which may be empty."""
+    """A name, a value, and a few words about the value, which may be empty."""
 
     name: str
     value: str
@@ -29,11 +29,11 @@ NAMES = {
     "device_peak_bytes": "peak memory, device",
     "host_peak_bytes": "peak memory, host",
 }
-"""Of what the recorder notes itself; metrics keep the names that the script gives them."""
+"""Numbers that the recorder notes itself; metrics keep the names that the script gives them."""
 
 
 def key_numbers(run: Run) -> list[KeyNumber]:
-    """The tiles, with a dash for what is unknown; then what the run has besides."""
+    """The tiles, with a dash for an unknown value, then the other numbers that the run has."""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     names = {"search": "searching", "growth": "after growth", "spike": "spikes"}
     kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
@@ -66,16 +66,16 @@ def key_numbers(run: Run) -> list[KeyNumber]:
 
 
 def doublings(room: float) -> str:
-    """``2.5 doublings``, none where float32 has added up more than float16 holds."""
+    """``2.5 doublings``; ``0.0`` where float32 has added up more than float16 holds."""
     return f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
 
 
 def _noted(name: str, mean: Mean) -> KeyNumber:
-    """The last one; where there are several, of evaluations, their range as well."""
+    """The last value of a number that belongs to no window, and the range of several values."""
 
     def text(value: float) -> str:
         if name.endswith("_bytes"):
-            return f"{value / 1e9:.3g} GB"
+            return f"{value / 1e6:,.1f} MB"
         return f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
 
     low, high = text(mean.low), text(mean.high)

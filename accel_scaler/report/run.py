@@ -1,4 +1,4 @@
-"""What a report knows of a run: its diagnosis, totals and samples. All of it bounded."""
+"""The summary of a run: its diagnosis, totals and samples. Its size is bounded."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ MAX_NOTED = 50
 
 
 class Run(Diagnosis):
-    """Everything a report says about one file."""
+    """Everything that a report knows about one file."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
         self.names: tuple[str, ...] = ()
-        """Parameters in the order of the norms that follow; (): their line was lost."""
+        """The names of the parameters whose norms follow; empty if their line was lost."""
         self.bins = Bins()
         self.modules = Modules()
         self.limited = self.clipped = 0
-        """Windows that were clipped by norm; those of them whose norm was above the threshold."""
+        """How many windows had a clip by norm, and in how many the norm was above the threshold."""
         self.updates = self.optimizer_us = self.waited_us = 0
         self.noted: dict[str, Mean] = {}
         """Numbers that belong to no window, of the first ``MAX_NOTED`` names."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
         self.left_out = 0
-        """Sessions that trained nothing, with others behind them."""
+        """How many sessions trained nothing and have other sessions behind them."""
 
     def begin(self, start: Start) -> None:
-        """Begin a session. Earlier ones that trained nothing are left out: this one may be their
-        cure, and is to be judged by itself."""
+        """Begin a session. Earlier sessions that trained nothing are left out: the new one may be
+        their cure, and is to be judged by itself."""
         if self.windows == self.skips > 0 and not self.healed:
             kept = self.lines, self.broken, self.broken_first, self.left_out + len(self.sessions)
             Run.__init__(self, self.path)
@@ -67,7 +67,7 @@ class Run(Diagnosis):
 
     @property
     def label(self) -> str:
-        """The name of its file, and the rank of several."""
+        """The name of the file, and the rank where there are several."""
         facts = self.sessions[0].start.facts if self.sessions else {}
         rank = f" (rank {facts.get('rank', '?')})" if facts.get("ranks", 1) > 1 else ""
         return plain(Path(self.path).name + rank)
@@ -79,7 +79,7 @@ class Run(Diagnosis):
 
     @property
     def windows_per_second(self) -> float | None:
-        """Of the last session, its first window apart; None: it has no second one."""
+        """The speed of the last session without its first window; None if it has no second one."""
         first_x = self.sessions[-1].first_x if self.sessions else 0
         seconds = self.bins.of_all("seconds", first_x)
         return seconds.count / seconds.total if seconds.total > 0 else None

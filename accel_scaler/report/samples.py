@@ -26,18 +26,18 @@ class Mean:
     total: float = 0.0
     count: int = 0
     bad: int = 0
-    """How many numbers were inf or NaN; the others are in ``count``."""
+    """How many numbers were inf or NaN; ``count`` is of the others."""
     last: float | None = None
-    """The last number, finite or not; None: there was none."""
+    """The last number, finite or not; None if there was no number."""
 
     @property
     def middle(self) -> float | None:
-        """The mean of the finite numbers; None: there are none, or their sum overflows a float."""
+        """The mean of the finite numbers; None if there are none, or their sum overflows."""
         return self.total / self.count if self.count and math.isfinite(self.total) else None
 
     @classmethod
     def of(cls, value: float | None) -> Mean:
-        """The ``Mean`` of one number; of no number for None."""
+        """The ``Mean`` of one number, or of no number for None."""
         if value is None:
             return cls()
         if not math.isfinite(value):
@@ -62,9 +62,9 @@ class Bin:
     windows: int
     skips: int
     max_norm: float | None
-    """The last one."""
+    """The clipping threshold of the last window that had one."""
     lr: tuple[float | None, ...]
-    """Of each group, in the last window."""
+    """The learning rate of each group in the last window."""
     series: dict[str, Mean]
 
     def merge(self, later: Bin) -> None:
@@ -108,7 +108,7 @@ class Bins:
         return [each.series[name] for each in self.done]
 
     def of_all(self, name: str, first_x: int = 0) -> Mean:
-        """The mean over all windows, but for bins before ``first_x``."""
+        """The mean over all windows without the bins before ``first_x``."""
         found = Mean()
         for each in self.done:
             if each.last_x >= first_x:
@@ -118,19 +118,20 @@ class Bins:
 
 @dataclass(slots=True)
 class Module:
-    """The gradient norms of one module: of each window the largest norm of a parameter."""
+    """The extremes of the gradient norms of one module's parameters."""
 
     largest: float = 0.0
-    """Of the finite ones."""
+    """The largest finite norm."""
     largest_x: int = -1
+    """The window of the largest norm."""
     bad: int = 0
-    """Windows that overflowed with inf or NaN in this module."""
+    """How many windows overflowed with inf or NaN in this module."""
     first_bad: int = -1
     last_bad: int = -1
 
 
 class Modules:
-    """The modules of a run by name, ``MAX_MODULES`` at most, in the order of the model."""
+    """At most ``MAX_MODULES`` modules by their names, in the order of the model."""
 
     def __init__(self) -> None:
         self.found: dict[str, Module] = {}
@@ -146,7 +147,7 @@ class Modules:
         for module, norm in zip(self._each, record.norms or (), strict=True):
             if module.largest < norm < math.inf:
                 module.largest, module.largest_x = norm, x
-            # NaN is also the norm of a parameter without a gradient, which may never have had one.
+            # A parameter without a gradient has the norm NaN, too, and may never have had another.
             elif record.found_inf and (norm == math.inf or (norm != norm and module.largest)):
                 module.first_bad = module.first_bad if module.bad else x
                 module.bad += module.last_bad < x

@@ -115,7 +115,6 @@ def test_a_failed_wait_is_raised_where_torch_asks_for_the_class() -> None:
         hold = ParameterHold([p], [1], {id(p): 1}, fail)
         with pytest.raises(StepError, match="lost"):
             READS[name](p)
-        assert type(p) is nn.Parameter
         hold.release()
 
 

@@ -137,7 +137,7 @@ def test_help_shows_our_flags_with_their_texts(
         (["--step-mod=overlap", "x"], "unknown flag --step-mod. Did you mean --step_mode?"),
         (["--mixed_precison", "fp16", "train.py"], "Did you mean --mixed_precision?"),
         (["-x", "train.py"], "unknown flag -x. See --help"),
-        (["--step_mode", "overlapp", "train.py"], "step_mode: got 'overlapp', expected 'sync', "),
+        (["--step_mode", "overlapp", "train.py"], "step_mode: got 'overlapp', expected 'sync'"),
         (["--num_processes", "two", "train.py"], "--num_processes/--num-processes: invalid int"),
         (["--cpu"], "training_script"),
     ],

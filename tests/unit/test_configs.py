@@ -29,18 +29,10 @@ EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {
     "gpu_bf16_guard": (
         1, 1, None, ScalerConfig(skip_norm_above="4x", max_consecutive_skips=50)
     ),
-    "gpu_bf16_offload": (
-        1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
-    ),
+    "gpu_bf16_offload": (1, 1, None, ScalerConfig(offload="cpu", max_consecutive_skips=50)),
     "gpu_fp16": (1, 1, None, None),
-    "gpu_fp16_auto": (1, 1, None, ScalerConfig(step_mode="auto", max_consecutive_skips=50)),
-    "gpu_fp16_offload": (
-        1, 1, None, ScalerConfig(offload="cpu", step_mode="overlap", max_consecutive_skips=50)
-    ),
+    "gpu_fp16_offload": (1, 1, None, ScalerConfig(offload="cpu", max_consecutive_skips=50)),
     "multi_gpu_fp16": (2, 1, "multi_gpu", None),
-    "multi_gpu_fp16_overlap": (
-        2, 1, "multi_gpu", ScalerConfig(step_mode="overlap", max_consecutive_skips=50)
-    ),
     "two_nodes_fp16": (2, 2, "multi_gpu", None),
 }  # fmt: skip
 LAUNCHERS = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")

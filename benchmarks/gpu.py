@@ -5,10 +5,8 @@
     python benchmarks/gpu.py --device cpu --layers 2 --width 32 --heads 2 --vocab 64 --length 16
 
 Each variant runs in a process of its own, all of them once a round, in turn; ratios are of
-medians over all rounds. ``gain`` is over the same step done at once; ``ceiling`` is what hiding
-all of it would give, (F+O)/max(F,O), F being forward and backward alone and O the rest, both
-measured there. Peers are absent where they are not installed: see ``peers.py`` for how each is
-set up, and install what you want to see.
+medians over all rounds. Peers are absent where they are not installed: ``peers.py`` shows how each
+peer is set up.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ class Result:
     accumulation: int
     seconds: list[float] = field(default_factory=list)
     """A window, averaged over each block."""
-    alone: list[float] = field(default_factory=list)
-    """The same without the step."""
     peak: int = 0
     """Bytes of GPU memory."""
     parameters: int = 0
@@ -62,8 +58,6 @@ class Row:
     tokens: float | None = None
     to_stock: float | None = None
     peak: float | None = None
-    gain: float | None = None
-    ceiling: float | None = None
     remark: str = ""
 
 
@@ -76,7 +70,7 @@ def wait_for(device: str) -> None:
 
 
 def timed(run: Callable[[], None], device: str, windows: int, blocks: int) -> list[float]:
-    """Seconds a window, block by block. An update may be in flight as each begins and ends."""
+    """Seconds a window, block by block."""
     times = []
     for _ in range(blocks):
         start = time.perf_counter()
@@ -94,7 +88,6 @@ def measure(variant: Variant, job: Job, windows: int, blocks: int) -> Result:
     module: Any = torch.get_device_module(job.device) if on_gpu else None
     loop: Loop | None = None
     window: Callable[[list[Tensor]], None] | None = None
-    alone: Callable[[list[Tensor]], None] | None = None
     try:
         loop = variant.set_up(job)
         size = (job.shape.batch, job.shape.length)
@@ -104,22 +97,20 @@ def measure(variant: Variant, job: Job, windows: int, blocks: int) -> Result:
         wait_for(job.device)
         if on_gpu:
             module.reset_peak_memory_stats()
-        window, alone = loop.window, loop.alone
+        window = loop.window
         for _ in range(WARM_UP):
             window(batches)
         result.seconds = timed(lambda: window(batches), job.device, windows, blocks)
         if on_gpu:
             result.peak = module.max_memory_allocated()
         result.threads = loop.threads
-        if alone is not None and variant.base is None:
-            result.alone = timed(lambda: alone(batches), job.device, windows, blocks)
     except Exception as error:
         result.error = "out of memory" if is_full(error) else short(error)
         traceback.print_exc()
     finally:
         if loop is not None:
             loop.finish()
-        loop = window = alone = None  # an Accelerator is in cycles; the next needs the memory
+        loop = window = None  # an Accelerator is in cycles; the next needs the memory
         gc.collect()
         if on_gpu:
             module.empty_cache()
@@ -184,19 +175,12 @@ def last_line(text: str) -> str:
     return lines[-1][:80] if lines else "no message"
 
 
-def ceiling(whole: float, alone: float) -> float:
-    """(F+O)/max(F,O): ``whole`` is F+O, ``alone`` is F (no more than that, whatever the noise)."""
-    alone = min(alone, whole)
-    return whole / max(alone, whole - alone)
-
-
 def rows_of(results: list[Result], names: Iterable[str], tokens: int) -> list[Row]:
     """The table of one accumulation; ``tokens`` of one window."""
-    seconds, alone, errors, peaks = {}, {}, {}, {}
+    seconds, errors, peaks = {}, {}, {}
     for name in names:
         mine = [r for r in results if r.variant == name]
         seconds[name] = [t for r in mine for t in r.seconds]
-        alone[name] = [t for r in mine for t in r.alone]
         peaks[name] = max((r.peak for r in mine), default=0)
         errors[name] = next((r.error for r in mine if r.error), "")
     medians = {name: statistics.median(times) for name, times in seconds.items() if times}
@@ -214,27 +198,14 @@ def rows_of(results: list[Result], names: Iterable[str], tokens: int) -> list[Ro
         row.peak = peaks[name] / 2**30 if peaks[name] else None
         if "stock" in medians:
             row.to_stock = medians["stock"] / medians[name]
-        base = variant.base
-        if base in medians and not errors.get(base or ""):
-            row.gain = medians[base] / medians[name]
-            if alone[base]:
-                row.ceiling = ceiling(medians[base], statistics.median(alone[base]))
     return rows
 
 
 def show(rows: list[Row]) -> str:
     """The rows as text."""
-    lines = [
-        f"{'variant':<17}{'tokens/s':>10}{'to stock':>10}{'peak GiB':>10}{'gain':>7}{'ceiling':>9}"
-    ]
+    lines = [f"{'variant':<17}{'tokens/s':>10}{'to stock':>10}{'peak GiB':>10}"]
     for row in rows:
-        cells = [
-            cell(row.tokens, 10, 0),
-            cell(row.to_stock, 10, 2),
-            cell(row.peak, 10, 2),
-            cell(row.gain, 7, 2),
-            cell(row.ceiling, 9, 2),
-        ]
+        cells = [cell(row.tokens, 10, 0), cell(row.to_stock, 10, 2), cell(row.peak, 10, 2)]
         lines.append(f"{row.name:<17}{''.join(cells)}  {row.remark}".rstrip())
     return "\n".join(lines)
 

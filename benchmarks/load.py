@@ -6,8 +6,8 @@
 `tensors`: 1,000 to 10,000 parameters of 100 elements in one optimizer, and what one of them costs.
 `groups`: 2,000 of them in 64 parameter groups. `optimizers`: 2,000 in 8 optimizers on one scaler.
 In these three every variant runs in turn in one process over gradients filled in from outside;
-the peer is torch's own GradScaler. A boundary is check, clip, AdamW step, scale update, and in the
-asynchronous modes the wait for the update as well; every tenth overflows, in half of the tensors.
+the peer is torch's own GradScaler. A boundary is check, clip, AdamW step, scale update, and in
+``overlap`` the wait for the update as well; every tenth overflows, in half of the tensors.
 
 `long`: 100,000 windows of a small model, forward and backward and all; in 50 the scale grows once
 and one is skipped. The table has ten slices of the run: time per window (median), and the
@@ -39,7 +39,7 @@ SCALE = 2.0**16
 ELEMENTS = 100
 SLICES = 10
 SIZES = (1_000, 2_000, 5_000, 10_000)
-VARIANTS = ("stock", "plain", "sync", "sync+file", "overlap", "overlap+file", "delayed")
+VARIANTS = ("stock", "plain", "sync", "sync+file", "overlap", "overlap+file")
 """``stock`` and ``plain`` are loops over torch's and our GradScaler; the rest are attached."""
 
 

@@ -2,14 +2,12 @@
 
     python benchmarks/overlap.py          # about three minutes on two cores, 5 GB of memory
 
-One boundary of fused AdamW with clipping, ``step_mode="overlap"`` or (``--mode delayed``) what
-``delayed`` does with its compensation, for two lists of parameters.
+One boundary of fused AdamW with clipping in ``step_mode="overlap"``, for two lists of parameters.
 After ``step()`` the training thread works half as long again as the job takes: it sleeps, which
 holds no lock and stands for waiting on a device; or runs small eager operations; or runs Python.
 Then it waits for the job. Interleaved in one run:
 
-    O   the job (unscale, clip, update; in ``delayed`` also what is shown of it before, and what is
-        made for the next boundary) while the training thread only waits for it
+    O   the job (unscale, clip, update) while the training thread only waits for it
     F   the training thread's work alone
     T   both, from the end of ``step()`` until work and job are done
 
@@ -71,29 +69,19 @@ def repeated(unit: Work, repeats: int) -> Work:
     return run
 
 
-class Model(torch.nn.Module):
-    """Has the parameters, and a forward that begins and uses none of them."""
-
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
-        super().__init__()
-        self.params = torch.nn.ParameterList(params)
-
-    def forward(self) -> None:
-        """What ``delayed`` makes for the next boundary begins with it."""
-
-
 class Bench:
     """One list of parameters and its boundary."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], mode: str, compensation: str) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         self.params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
         self.template = [torch.randn_like(p) * 1e-3 * SCALE for p in self.params]
         self.accelerator: Any = attach(
             Accelerator(cpu=True, mixed_precision="fp16"),
-            ScalerConfig(init_scale=SCALE, step_mode=mode, delay_compensation=compensation),
+            ScalerConfig(init_scale=SCALE, step_mode="overlap"),
         )
         inner = torch.optim.AdamW(self.params, lr=1e-4, fused=True)
-        self.model, self.optimizer = self.accelerator.prepare(Model(self.params), inner)
+        model = torch.nn.ParameterList(self.params)
+        _, self.optimizer = self.accelerator.prepare(model, inner)
 
     def boundary(self, work: Work | None) -> dict[str, float]:
         """Seconds of each phase of one step, with ``work`` beside the job."""
@@ -105,11 +93,10 @@ class Bench:
         times.append(time.perf_counter())
         self.optimizer.step()
         times.append(time.perf_counter())
-        self.model()
         if work is not None:
             work()
         stepper: Any = stepper_of(self.optimizer)
-        stepper.finish()  # as the next boundary does; a fence would publish
+        stepper.finish()  # as the next boundary does
         times.append(time.perf_counter())
         self.accelerator.scaler._scale.fill_(SCALE)
         check, handing, both = (b - a for a, b in pairwise(times))
@@ -165,19 +152,11 @@ def main() -> None:
         "--repeats", type=int, default=21, help="timed turns, at least 2 (default: 21)"
     )
     parser.add_argument("--case", choices=CASES, help="only this list of parameters")
-    parser.add_argument("--mode", choices=("overlap", "delayed"), default="overlap")
-    parser.add_argument(
-        "--compensation",
-        choices=("preview", "none"),
-        default="preview",
-        help="of delayed (default: %(default)s)",
-    )
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    print(f"step_mode={args.mode}" + f", {args.compensation}" * (args.mode == "delayed"))
     for case in [args.case] if args.case else CASES:
         torch.manual_seed(0)
-        bench = Bench(CASES[case], args.mode, args.compensation)
+        bench = Bench(CASES[case])
         phases, rows = measure(bench, args.repeats)
         job = phases["T"]
         print(

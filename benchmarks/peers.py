@@ -53,8 +53,6 @@ class Loop:
     """A variant, ready to train. ``window``: one optimizer step over its micro-batches."""
 
     window: Callable[[list[Tensor]], None]
-    alone: Callable[[list[Tensor]], None] | None = None
-    """The same without the step: forward and backward, gradients thrown away."""
     finish: Callable[[], None] = lambda: None
     model: nn.Module | None = None
     threads: str = field(default_factory=lambda: f"{torch.get_num_threads()}")
@@ -67,8 +65,6 @@ class Variant:
     name: str
     set_up: Callable[[Job], Loop]
     package: str = "torch"
-    base: str | None = None
-    """The variant with the same step done at once: overlap gains over that."""
     note: str = ""
 
     @property
@@ -164,15 +160,12 @@ def torch_loop(
     """torch's documented loop for mixed precision with accumulation and clipping."""
     scaler = torch.amp.GradScaler(job.device, enabled=scale)
 
-    def backward(batches: list[Tensor]) -> None:
+    def window(batches: list[Tensor]) -> None:
         for number, tokens in enumerate(batches, 1):
             last_is(number == len(batches))
             with torch.autocast(job.device, dtype=dtype, enabled=cast):
                 loss = loss_of(model(tokens), tokens) / len(batches)
             scaler.scale(loss).backward()
-
-    def window(batches: list[Tensor]) -> None:
-        backward(batches)
         if clip:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -180,11 +173,7 @@ def torch_loop(
         scaler.update()
         optimizer.zero_grad()
 
-    def alone(batches: list[Tensor]) -> None:
-        backward(batches)
-        optimizer.zero_grad()
-
-    return Loop(window, alone, model=model)
+    return Loop(window, model=model)
 
 
 def stock(job: Job) -> Loop:
@@ -192,7 +181,7 @@ def stock(job: Job) -> Loop:
     return torch_loop(job, model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
 
 
-def ours(mode: str, offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
+def ours(offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
     def set_up(job: Job) -> Loop:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -200,39 +189,28 @@ def ours(mode: str, offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         PartialState._reset_state()
-        config = ScalerConfig(step_mode=mode, offload=offload, fold_unscale=mode != "sync")
         accelerator = attach(
             Accelerator(
                 cpu=job.device == "cpu",
                 mixed_precision="fp16",
                 gradient_accumulation_steps=job.accumulation,
             ),
-            config,
+            ScalerConfig(offload=offload),
         )
         model = model_of(job, dtype)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         model, optimizer = accelerator.prepare(model, optimizer)
 
-        def backward(batches: list[Tensor], then: Callable[[], None]) -> None:
+        def window(batches: list[Tensor]) -> None:
             for tokens in batches:
                 with accelerator.accumulate(model):
                     accelerator.backward(loss_of(model(tokens), tokens))
                     if accelerator.sync_gradients:
-                        then()
+                        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                    optimizer.step()
                     optimizer.zero_grad()
 
-        def step() -> None:
-            accelerator.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-
-        # A window without a step is given up, so that the next one has a scale of its own.
-        return Loop(
-            lambda batches: backward(batches, step),
-            lambda batches: backward(batches, accelerator.scaler.abandon_window),
-            lambda: detach(accelerator) and None,
-            model,
-            f"{torch.get_num_threads()}, {accelerator._attachment.worker.threads} to the optimizer",
-        )
+        return Loop(window, lambda: detach(accelerator) and None, model)
 
     return set_up
 
@@ -345,11 +323,8 @@ VARIANTS = {
     v.name: v
     for v in (
         Variant("stock", stock, note="float32 weights, fp16 autocast, fused AdamW"),
-        Variant("sync", ours("sync", "none", FULL), MINE),
-        Variant("overlap", ours("overlap", "none", FULL), MINE, base="sync"),
-        Variant("offload+sync", ours("sync", "cpu", HALF), MINE, note="float16 weights, masters"),
-        Variant("offload+overlap", ours("overlap", "cpu", HALF), MINE, base="offload+sync"),
-        Variant("offload+delayed", ours("delayed", "cpu", HALF), MINE, base="offload+sync"),
+        Variant("sync", ours("none", FULL), MINE),
+        Variant("offload", ours("cpu", HALF), MINE, note="float16 weights, masters"),
         Variant("torchao", torchao, "torchao", note="CPUOffloadOptimizer, bfloat16, no clipping"),
         Variant("bnb 32", bitsandbytes(32), "bitsandbytes", note="PagedAdamW32bit"),
         Variant("bnb 8", bitsandbytes(8), "bitsandbytes", note="PagedAdamW8bit"),

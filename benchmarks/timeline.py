@@ -105,7 +105,7 @@ class Window:
 def measured(mode: str) -> list[Bar]:
     """The bars of four windows in this mode."""
     torch.manual_seed(0)
-    config = ScalerConfig(step_mode=mode, init_scale=1.0, optimizer_threads=1, find_overflow="off")
+    config = ScalerConfig(step_mode=mode, init_scale=1.0, find_overflow="off")
     accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
     windows: list[Window] = []
     recorder = attachment_of(accelerator).recorder

@@ -20,25 +20,16 @@ NUMBER = r" +-?[\d.]+"
 TINY = {"layers": 1, "width": 16, "heads": 2, "vocab": 32, "length": 8, "batch": 2}
 GPU = ["--device=cpu", "--threads=1", "--rounds=1", "--blocks=1", "--windows=1"]
 GPU += [f"--{key}={value}" for key, value in TINY.items()]
-CONVERGENCE = ["--tasks", "half", "--optimizers", "sgd", "--seeds", "1", "--steps", "2"]
-
 MISMATCH = ["--layers=1", "--seeds=1", "--rows=2", "--length=8"]
 LOAD = ["--case", "long", "--windows", "100", "--variant", "sync"]
 
 ROWS: dict[str, tuple[list[str], str, int]] = {
-    "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{3}}$", 3),
+    "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{2}}$", 3),
     "guard": (["--repeats", "2"], rf"^tiny +(no )?clip({NUMBER}){{5}}$", 2),
-    "host_step": (["--repeats", "1"], rf"^tiny +\w+ +\w+, [a-z ]+\d({NUMBER}){{4}}$", 54),
     "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
-    "auto": (
-        ["--windows", "2", "--processes", "1"],
-        rf"^(waits|small|runs|both) [a-z A-Z]+({NUMBER}){{5}} +0, -$",
-        4,
-    ),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),
     "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{5}}$", 4),
     "load": (LOAD, rf"MB({NUMBER}){{10}}", 1),
-    "convergence": (CONVERGENCE, r"^\| half, 2 \|.*\| (sync|overlap|delayed)", 8),
     "grpo_mismatch": (MISMATCH, r"^\| (bf16|fp16) ", 3),
     "gpu": ([*GPU, "--variants", "stock", "sync", "--accumulation", "1"], r"^(stock|sync) +\d+", 2),
 }
@@ -70,8 +61,6 @@ def benchmark() -> Iterator[Callable[[str], ModuleType]]:
 def test_the_table_has_its_rows(
     benchmark: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "convergence":
-        pytest.importorskip("datasets")
     arguments, row, count = ROWS[name]
     module = benchmark(name)
     if hasattr(module, "CASES"):
@@ -86,9 +75,7 @@ def test_the_table_has_its_rows(
 
 @pytest.mark.usefixtures("torchs_own_products")
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_every_variant_of_the_gpu_benchmark_trains_as_stock_does(
-    benchmark: Any, accumulation: int
-) -> None:
+def test_sync_trains_as_stock_does_in_the_gpu_benchmark(benchmark: Any, accumulation: int) -> None:
     import torch
 
     gpu = benchmark("gpu")
@@ -103,8 +90,4 @@ def test_every_variant_of_the_gpu_benchmark_trains_as_stock_does(
         loop.finish()
         return torch.cat([p.detach().flatten().float() for p in loop.model.parameters()])
 
-    stock, half = trained("stock"), trained("offload+sync")
-    assert torch.equal(trained("sync"), stock)
-    # Unscaling and clipping inside the kernel may cost one rounding.
-    torch.testing.assert_close(trained("overlap"), stock, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(trained("offload+overlap"), half, rtol=1e-3, atol=1e-6)
+    assert torch.equal(trained("sync"), trained("stock"))

@@ -10,8 +10,9 @@ that step in bf16: weights and average are NaN from then on. With `attach` nothi
 step, the average neither, since `optimizer.step_was_skipped` says so: the run ends with the average
 of one without that batch, bit for bit.
 
-ACCEL_SCALER_STEP_MODE=overlap in front of either command changes no number. An average that is the
-target of the next batch has to wait for the update; others can be taken later: docs/averages.md.
+ACCEL_SCALER_STEP_MODE=overlap in front of the first command changes no number. An average that is
+the target of the next batch has to wait for the update. Other averages can be taken later:
+docs/averages.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Your own text, and a run that may be cut off and goes on where it was:
         --checkpoint_every 100 --output_dir out/book
     ... the same command and --resume_from_checkpoint latest
 
-The resumed run computes what the uninterrupted one computes, bit for bit, whatever the step mode
+The resumed run computes what the uninterrupted one computes, bit for bit, in either step mode
 (ACCEL_SCALER_STEP_MODE=overlap in front of the command), on the same machine and number of ranks.
 """
 

@@ -18,7 +18,7 @@ parameter (fp16 weights and gradients) instead of the 16 of fp32 weights, gradie
 
     accelerate launch --config_file accelerate_configs/gpu_fp16.yaml recipes/fp16_weights.py \
         --model_name_or_path gpt2 --train_file book.txt --block_size 512 --offload cpu \
-        --step_mode overlap --output_dir out/mine
+        --output_dir out/mine
 """
 
 import argparse
@@ -82,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "(default: %(default)s); fp32 is for comparison")  # fmt: skip
     add("--offload", choices=("none", "cpu"), help="where masters and optimizer state live "
         "(default: ACCEL_SCALER_OFFLOAD, or none: with the model)")  # fmt: skip
-    add("--step_mode", choices=("sync", "overlap", "delayed"), help="when parameters are updated "
+    add("--step_mode", choices=("sync", "overlap"), help="when parameters are updated "
         "(default: ACCEL_SCALER_STEP_MODE, or sync)")  # fmt: skip
     add("--no_comparison", action="store_true", help="leave out the run with fp32 weights")
     out_help = "where the model goes (default: %(default)s); an earlier result of this recipe is "

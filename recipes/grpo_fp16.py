@@ -18,7 +18,7 @@ a GPU, with vLLM in the same process (this was never run with vLLM):
     accelerate launch --config_file accelerate_configs/gpu_fp16.yaml recipes/grpo_fp16.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/DeepMath-103K \
         --reward accuracy_reward --use_vllm --vllm_mode colocate --max_completion_length 1024 \
-        --learning_rate 1e-6 --step_mode overlap --output_dir out/mine
+        --learning_rate 1e-6 --output_dir out/mine
 
 or with TRL's asynchronous trainer, which needs a vLLM server and FlashAttention 3 (never run):
 
@@ -84,7 +84,7 @@ class Arguments:
         default=None,
         metadata={
             "help": "when parameters are updated (default: ACCEL_SCALER_STEP_MODE, or sync)",
-            "choices": ["sync", "overlap", "delayed"],
+            "choices": ["sync", "overlap"],
         },
     )
     offload: str | None = field(

@@ -5,16 +5,16 @@
     accelerate launch recipes/offload_bf16.py            # on one GPU
 
 It learns the help texts that come with Python, one byte a token, with four micro-batches a step and
-gradient clipping. First stock trains, then `attach` with `offload="cpu"`: AdamW's state, and the
-masters, live in host memory and are updated there by a thread beside the next forward. On a CPU and
-with float32 weights both have the same losses, bit for bit. With bfloat16 weights stock updates
-them in place, where small updates are rounded away; the masters lose none. Half-way the whole state
-lands in --output_dir/checkpoint; `--resume` does the second half again, to the same loss.
+gradient clipping. First stock trains, then `attach` with `offload="cpu"`: on a GPU AdamW's state,
+and the masters, live in host memory, where the optimizer steps. On a CPU nothing has to be moved,
+and with float32 weights both runs have the same losses, bit for bit. With bfloat16 weights stock
+updates them in place, where small updates are rounded away; the masters lose none. Half-way the
+whole state lands in --output_dir/checkpoint; `--resume` does the second half again, to the same
+loss.
 """
 
 import argparse
 import json
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -58,7 +58,8 @@ def batch(tokens: torch.Tensor, args: argparse.Namespace, seed: int) -> torch.Te
 
 
 def bytes_on_device(model: torch.nn.Module, optimizer: torch.optim.Optimizer, host: bool) -> float:
-    """Bytes a parameter of weights, gradients, and, unless in host memory, optimizer state."""
+    """Bytes a parameter that a GPU holds: weights, gradients, and, unless it lives in host memory,
+    optimizer state."""
     parameters = list(model.parameters())
     entries = [] if host else optimizer.state_dict()["state"].values()
     state = [value for entry in entries for value in entry.values() if value.numel() > 1]
@@ -72,8 +73,7 @@ def train(args: argparse.Namespace, offloads: bool) -> dict:
         mixed_precision="bf16", cpu=args.cpu, gradient_accumulation_steps=MICRO_BATCHES
     )
     if offloads:
-        step_mode = os.environ.get("ACCEL_SCALER_STEP_MODE", "overlap")
-        attach(accelerator, offload="cpu", step_mode=step_mode)
+        attach(accelerator, offload="cpu")
     else:
         detach(accelerator)  # `accel-scaler launch` attaches every one
     device = accelerator.device

@@ -214,7 +214,7 @@ def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(
     assert "1 as spikes of the gradient norm" in printed
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_an_average_ends_as_that_of_a_run_without_the_bad_batch(
     recipe: Recipe, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@
 
 One boundary of fused AdamW with clipping in ``step_mode="overlap"``, for two lists of parameters.
 After ``step()`` the training thread works half as long again as the job takes: it sleeps, which
-holds no lock and stands for waiting on a device; or runs small eager operations; or runs Python.
+holds no lock, as a wait for data; or runs small eager operations; or runs Python.
 Then it waits for the job. Interleaved in one run:
 
     O   the job (unscale, clip, update) while the training thread only waits for it
@@ -13,8 +13,8 @@ Then it waits for the job. Interleaved in one run:
 
 Hidden is (F + O - T) / O, turn by turn, since machines are noisy: the median and the quartiles.
 The gain is (F + O) / T, its ceiling (F + O) / max(F, O), of medians. The check (one read of the
-gradients) stays on the training thread; it is timed beside the job, as is what ``step()`` itself
-blocks the training thread for ("handing over").
+gradients) stays on the training thread. It is timed beside the job, and so is the time for which
+``step()`` itself blocks the training thread ("handing over").
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def measure(bench: Bench, repeats: int) -> tuple[dict[str, float], dict[str, Row
         bench.boundary(None)
     busy = 1.5 * statistics.median(bench.boundary(None)["T"] for _ in range(5))
     work: dict[str, Work] = {
-        "waits for a device": lambda: time.sleep(busy),
+        "sleeps": lambda: time.sleep(busy),
         "small eager operations": repeated(operations, rounds_in(operations, busy)),
         "runs Python": repeated(python, rounds_in(python, busy)),
     }

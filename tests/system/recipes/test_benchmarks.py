@@ -26,7 +26,7 @@ LOAD = ["--case", "long", "--windows", "100", "--variant", "sync"]
 ROWS: dict[str, tuple[list[str], str, int]] = {
     "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{2}}$", 3),
     "guard": (["--repeats", "2"], rf"^tiny +(no )?clip({NUMBER}){{5}}$", 2),
-    "overlap": (["--repeats", "2"], rf"^(waits|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
+    "overlap": (["--repeats", "2"], rf"^(sleeps|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),
     "overflow": (["--repeats", "1"], rf"^(in|out)side +(step|skip)({NUMBER}){{5}}$", 4),
     "load": (LOAD, rf"MB({NUMBER}){{10}}", 1),

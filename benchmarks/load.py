@@ -1,13 +1,12 @@
 """Does a boundary stay as fast, and the process as small, however much there is of everything?
 
     python benchmarks/load.py                  # about a quarter of an hour on two cores, 2 GB
-    python benchmarks/load.py --case tensors   # only one of tensors, groups, optimizers, long
+    python benchmarks/load.py --case tensors   # only one of tensors, long
 
-`tensors`: 1,000 to 10,000 parameters of 100 elements in one optimizer, and what one of them costs.
-`groups`: 2,000 of them in 64 parameter groups. `optimizers`: 2,000 in 8 optimizers on one scaler.
-In these three every variant runs in turn in one process over gradients filled in from outside;
-the peer is torch's own GradScaler. A boundary is check, clip, AdamW step, scale update, and in
-``overlap`` the wait for the update as well; every tenth overflows, in half of the tensors.
+`tensors`: 1,000 to 10,000 parameters of 100 elements, and the time that each of them takes. Every
+variant runs in turn in one process over gradients filled in from outside; the peer is torch's own
+GradScaler. A boundary is check, clip, AdamW step, scale update, and in ``overlap`` the wait for the
+update as well; every tenth overflows, in half of the tensors.
 
 `long`: 100,000 windows of a small model, forward and backward and all; in 50 the scale grows once
 and one is skipped. The table has ten slices of the run: time per window (median), and the
@@ -45,25 +44,9 @@ VARIANTS = ("stock", "plain", "sync", "sync+file", "overlap", "overlap+file")
 
 @dataclass(frozen=True)
 class Load:
-    """What is optimized: ``tensors`` in all, spread over optimizers, and there over groups."""
+    """The parameters of one optimizer, by their number."""
 
     tensors: int
-    groups: int = 1
-    optimizers: int = 1
-
-    def make(self) -> list[list[list[torch.nn.Parameter]]]:
-        """Parameters by optimizer and group."""
-        flat = [torch.nn.Parameter(torch.randn(ELEMENTS) * 0.02) for _ in range(self.tensors)]
-        each = self.tensors // (self.groups * self.optimizers)
-        cut = [flat[at : at + each] for at in range(0, len(flat), each)]
-        return [cut[at : at + self.groups] for at in range(0, len(cut), self.groups)]
-
-
-def adamw(groups: Sequence[Sequence[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """Fused AdamW with a learning rate of its own for each group."""
-    return torch.optim.AdamW(
-        [{"params": list(g), "lr": 1e-4 * (1 + i / 100)} for i, g in enumerate(groups)], fused=True
-    )
 
 
 def fresh_accelerator(config: ScalerConfig) -> Any:
@@ -89,46 +72,40 @@ class Bench:
         self.boundaries: dict[str, Callable[[], None]] = {}
         self.template = [torch.randn(ELEMENTS) * 1e-3 * SCALE for _ in range(load.tensors)]
         for variant in variants:
-            parts = load.make()
-            self.params[variant] = [p for groups in parts for group in groups for p in group]
-            optimizers = [adamw(groups) for groups in parts]
+            params = [torch.nn.Parameter(torch.randn_like(t) * 0.02) for t in self.template]
+            self.params[variant] = params
             make = self._loop if variant in ("stock", "plain") else self._attached
-            self.boundaries[variant] = make(variant, optimizers, folder)
+            adamw = torch.optim.AdamW(params, lr=1e-4, fused=True)
+            self.boundaries[variant] = make(variant, adamw, folder)
 
-    def _loop(
-        self, variant: str, optimizers: list[torch.optim.Optimizer], _: Path
-    ) -> Callable[[], None]:
+    def _loop(self, variant: str, optimizer: torch.optim.Optimizer, _: Path) -> Callable[[], None]:
         params = self.params[variant]
         cls = torch.amp.GradScaler if variant == "stock" else GradScaler
         scaler = cls("cpu", init_scale=SCALE)
 
         def boundary() -> None:
             scaler.scale(torch.ones(()))
-            for optimizer in optimizers:
-                scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(params, 1.0)
-            for optimizer in optimizers:
-                scaler.step(optimizer)
+            scaler.step(optimizer)
             scaler.update()
             scaler._scale.fill_(SCALE)  # type: ignore[union-attr]
 
         return boundary
 
     def _attached(
-        self, variant: str, optimizers: list[torch.optim.Optimizer], folder: Path
+        self, variant: str, optimizer: torch.optim.Optimizer, folder: Path
     ) -> Callable[[], None]:
         params = self.params[variant]
         accelerator = fresh_accelerator(config_of(variant, folder))
-        _, *prepared = accelerator.prepare(torch.nn.ParameterList(params), *optimizers)
+        _, prepared = accelerator.prepare(torch.nn.ParameterList(params), optimizer)
         scaler = accelerator.scaler
 
         def boundary() -> None:
             scaler.scale(torch.ones(()))
             accelerator.clip_grad_norm_(params, 1.0)
-            for optimizer in prepared:
-                optimizer.step()
-            for optimizer in prepared:
-                optimizer.synchronize()
+            prepared.step()
+            prepared.synchronize()
             scaler._scale.fill_(SCALE)
 
         return boundary
@@ -159,36 +136,16 @@ class Bench:
         return times
 
 
-def flatness(times: Sequence[float]) -> float:
-    """Median of the last tenth over median of the first."""
-    size = max(1, len(times) // SLICES)
-    return statistics.median(times[-size:]) / statistics.median(times[:size])
-
-
-def measure(load: Load, turns: int) -> dict[str, tuple[float, float, float]]:
-    """``(step seconds, skip seconds, last tenth over first)`` of each variant."""
+def measure(load: Load, turns: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of each variant's steps, and of its skips."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         times = Bench(load, VARIANTS, Path(folder)).run(turns)
         gc.collect()  # closes files and ends threads before the folder goes
     return {
-        name: (statistics.median(steps), statistics.median(skips), flatness(steps))
+        name: (statistics.median(steps), statistics.median(skips))
         for name, (steps, skips) in times.items()
     }
-
-
-def print_turns(name: str, load: Load, turns: int) -> None:
-    """One load: every variant against stock."""
-    print(f"\n{name}: {load.tensors} tensors, {load.groups} groups in each of {load.optimizers}")
-    print(f"{'':<14}{'step ms':>9}{'ratio':>8}{'skip ms':>9}{'ratio':>8}{'last/first':>12}")
-    found = measure(load, turns)
-    for variant, (step, skip, flat) in found.items():
-        peer = found["stock"]
-        print(
-            f"{variant:<14}{step * 1e3:>9.2f}{step / peer[0]:>8.2f}{skip * 1e3:>9.2f}"
-            f"{skip / peer[1]:>8.2f}{flat:>12.2f}",
-            flush=True,
-        )
 
 
 def print_sizes(turns: int) -> None:
@@ -280,20 +237,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    cases = ("tensors", "groups", "optimizers", "long")
+    cases = ("tensors", "long")
     parser.add_argument("--case", choices=cases, help="only this one")
-    parser.add_argument("--turns", type=int, default=200, help="boundaries a variant (default 200)")
+    parser.add_argument("--turns", type=int, default=50, help="boundaries a variant (default 50)")
     parser.add_argument("--windows", type=int, default=100_000, help="of `long` (default 100,000)")
     parser.add_argument("--variant", choices=VARIANTS, help="only this one, in `long`")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
     wanted = [args.case] if args.case else cases
     if "tensors" in wanted:
-        print_sizes(max(20, args.turns // 4))
-    if "groups" in wanted:
-        print_turns("groups", Load(1984, groups=64), args.turns)
-    if "optimizers" in wanted:
-        print_turns("optimizers", Load(2000, optimizers=8), args.turns)
+        print_sizes(max(20, args.turns))
     if "long" in wanted:
         print_long([args.variant] if args.variant else VARIANTS, args.windows)
 

@@ -1,4 +1,4 @@
-"""What one window boundary costs: unscale, check, clip, AdamW step, scale update.
+"""The cost of one window boundary: unscale, check, clip, AdamW step, scale update.
 
     python benchmarks/boundary.py            # about two minutes on two cores, 5 GB of memory
 

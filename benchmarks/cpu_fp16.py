@@ -3,9 +3,9 @@
     python benchmarks/cpu_fp16.py           # about two minutes
 
 Forward and backward, variants in turn in one process, which is a child of this one with
-ONEDNN_MAX_CPU_ISA=AVX2, so that torch's kernels are those of a processor without float16
+ONEDNN_MAX_CPU_ISA=AVX2, so that torch uses its kernels for a processor without float16
 instructions, whatever this one has. Ratios are of medians, to fp32 in the same run; goal: ours at
-most 3. torch's own is timed in few turns, as it is slow. OMP_WAIT_POLICY is what you set it to;
+most 3. torch's own is timed in few turns, as it is slow. OMP_WAIT_POLICY stays as you set it;
 where other processes want the cores, `passive` matters more than anything here.
 """
 

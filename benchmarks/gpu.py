@@ -1,6 +1,6 @@
 """Tokens per second and peak GPU memory of a 1B GPT-2-like model, by how its optimizer steps.
 
-    python benchmarks/gpu.py                  # what does not fit is said to be out of memory
+    python benchmarks/gpu.py                  # a variant that does not fit is out of memory
     python benchmarks/gpu.py --largest        # how many parameters fit, for each variant
     python benchmarks/gpu.py --device cpu --layers 2 --width 32 --heads 2 --vocab 64 --length 16
 
@@ -158,7 +158,7 @@ def start(args: argparse.Namespace, name: str, **changed: Any) -> list[Result]:
     if args.verbose:
         sys.stderr.write(done.stderr)
     killed = f"ended with {done.returncode}: {last_line(done.stderr)}"
-    # The kernel kills what takes too much of the host's memory.
+    # The kernel kills a process that takes too much of the host's memory.
     killed = "out of host memory" if done.returncode == -9 else killed
     return filled(name, options["accumulation"], done.stdout, killed)
 
@@ -297,7 +297,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--most-layers", type=int, default=1024, help="end of that search")
     parser.add_argument("--json", help="write every single measurement to this file")
     parser.add_argument(
-        "--verbose", action="store_true", help="show what the processes complain of"
+        "--verbose", action="store_true", help="show the error output of the processes"
     )
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -4,15 +4,15 @@
     python benchmarks/grpo_mismatch.py --model_name_or_path Qwen/Qwen2.5-0.5B --device cuda
 
 The sampler draws token by token, with a cache of keys and values; the trainer scores the whole
-sequence in one forward. Both have the same weights, in one dtype, and the same mathematics; what is
-left is rounding. Over all tokens drawn the table shows |log p(trainer) - log p(sampler)|, its mean
-and the largest one as a ratio of probabilities, and the mean of exp(d) - 1 - d, an estimate of the
-KL divergence of trainer from sampler that is never negative; then the share of tokens whose ratio
-is off by more than 1 %. Each number is a mean over seeds, of weights and of what is drawn.
+sequence in one forward. Both have the same weights, in one dtype, and the same mathematics; the
+difference d is rounding. Over all tokens drawn the table shows |log p(trainer) - log p(sampler)|,
+its mean and the largest one as a ratio of probabilities, and the mean of exp(d) - 1 - d, an
+estimate of the KL divergence of trainer from sampler that is never negative; then the share of
+tokens whose ratio is off by more than 1 %. Each number is a mean over seeds, of weights and tokens.
 
 Without a name the models are new Llamas with large weights, so that tokens differ in probability as
 a trained one's do. On a CPU both dtypes are computed as tensor cores do: products of rounded
-operands in float32, rounded once. After arXiv 2510.26788, which found this to be what makes
+operands in float32, rounded once. After arXiv 2510.26788, which found this to make
 reinforcement learning in bf16 unstable, with samplers whose kernels differ too, which adds to it.
 """
 
@@ -73,7 +73,7 @@ def differences(model: Any, rows: int, length: int, seed: int) -> Tensor:
 
 
 def figures(d: Tensor) -> list[float]:
-    """Return what stands in the columns, of differences of log-probabilities."""
+    """Return the numbers of the columns, from differences of log-probabilities."""
     ratio = d.exp()
     away = d.abs().exp()
     kl = (ratio - 1.0 - d).mean()
@@ -99,7 +99,7 @@ def mean(rows: list[list[float]], column: int) -> float:
 
 
 def table(found: dict[str, list[list[float]]]) -> list[str]:
-    """Return the rows of one model; the last has what bf16 is of fp16."""
+    """Return the rows of one model; the last row has the ratios of bf16 to fp16."""
     lines = []
     for precision, rows in found.items():
         cells = [mean(rows, column) for column in range(len(COLUMNS))]
@@ -117,11 +117,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Sampler against trainer, in fp16 and bf16.")
     add = parser.add_argument
     add("--model_name_or_path", help="hub name or directory (default: new Llamas)")
-    add("--layers", type=int, nargs="+", default=[2, 8], help="of those (default: 2 8)")
+    add("--layers", type=int, nargs="+", default=[2, 8], help="of the new Llamas (default: 2 8)")
     add("--seeds", type=int, default=5, help="(default: %(default)s)")
     add("--rows", type=int, default=16, help="sequences a seed (default: %(default)s)")
     add("--length", type=int, default=64, help="tokens of each (default: %(default)s)")
-    add("--device", default="cpu", help="cpu, or what torch has as accelerator (default: cpu)")
+    add("--device", default="cpu", help="cpu, or the name of torch's accelerator (default: cpu)")
     args = parser.parse_args(argv)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What the guard costs a bf16 or fp32 run: backward's end, clip, AdamW step, against stock.
+"""The cost of the guard in a bf16 or fp32 run: backward's end, clip, AdamW step, against stock.
 
     python benchmarks/guard.py               # about three minutes on two cores, 7 GB of memory
 

@@ -11,7 +11,7 @@ update as well; every tenth overflows, in half of the tensors.
 `long`: 100,000 windows of a small model, forward and backward and all; in 50 the scale grows once
 and one is skipped. The table has ten slices of the run: time per window (median), and the
 memory of the process at the slice's end. Every tenth window a stock one runs beside it: where the
-machine is shared, "last/first" to that of stock is what the code did and not the neighbours.
+machine is shared, "last/first" to stock's shows the effect of the code without the neighbours.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def print_sizes(turns: int) -> None:
 def long_run(variant: str, folder: Path) -> tuple[Callable[[int], None], Callable[[], object]]:
     """One window of a small model, forward to ``zero_grad``, whose argument is its number.
 
-    And what ends the run: the optimizer thread, the file.
+    And a function that ends the run: the optimizer thread, the file.
     """
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))

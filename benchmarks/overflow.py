@@ -1,13 +1,13 @@
-"""What it costs to be able to say where an overflow began: whole windows, forward to step.
+"""The cost of finding where an overflow began: whole windows, forward to step.
 
     python benchmarks/overflow.py            # about two minutes on two cores
 
 A small GPT-2, whose loss is its own, and the same without a loss, in turn in one process: with
 find_overflow off, off once more (how far two equal variants differ here), replay, always, and
-on_overflow retry. A window without overflow first; then one that overflows in the last layer's
-backward, and is skipped: there `replay` runs it once more, which is done at the first skip of a run
-and one in a hundred. With `retry` it overflows once, runs again at half the scale, and steps; its
-ratio is to a window without overflow. Ratios of medians.
+on_overflow retry. A window without overflow comes first, then a window that overflows in the last
+layer's backward and is skipped: there `replay` runs it once more, which is done at the first skip
+of a run and one in a hundred. With `retry` it overflows once, runs again at half the scale, and
+steps; its ratio is to a window without overflow. Ratios of medians.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What one variant is asked to do."""
+    """The task of one variant."""
 
     shape: Shape
     device: str

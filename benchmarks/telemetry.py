@@ -1,4 +1,4 @@
-"""What telemetry costs a window boundary: check, clip, AdamW step, scale update, record.
+"""The cost of telemetry at a window boundary: check, clip, AdamW step, scale update, record.
 
     python benchmarks/telemetry.py           # about three minutes on two cores, 5 GB of memory
 
@@ -43,7 +43,7 @@ class Bench:
         }
 
     def boundary(self, path: str | None) -> tuple[Callable[[], object], Callable[[], None]]:
-        """What opens a window, and what is timed at its end."""
+        """A function that opens a window, and the boundary at its end, which is timed."""
         config = ScalerConfig(init_scale=SCALE, telemetry=path)
         accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
         _, optimizer = accelerator.prepare(

@@ -1,4 +1,4 @@
-"""What `sync` and `overlap` do when: the picture in the README, from measured times.
+"""When `sync` and `overlap` do their work: the picture in the README, from measured times.
 
     OMP_NUM_THREADS=1 python benchmarks/timeline.py assets/overlap.svg   # half a minute, two cores
 
@@ -42,7 +42,7 @@ WIDTH, LEFT, LANE, BAR = 860, 178, 28, 20
 
 @dataclass(frozen=True)
 class Bar:
-    """What one thread did, in milliseconds from the picture's left."""
+    """Work of one thread, in milliseconds from the picture's left."""
 
     kind: str
     start: float
@@ -51,10 +51,10 @@ class Bar:
 
 @dataclass
 class Window:
-    """What was timed of one training step, in seconds of ``perf_counter``."""
+    """The times of one training step, in seconds of ``perf_counter``."""
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """What the training thread did: name, begin, end."""
+    """Work of the training thread: name, begin, end."""
     updates: list[StepTiming] = field(default_factory=list)
     end: float = 0.0
 

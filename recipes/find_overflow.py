@@ -79,7 +79,7 @@ def positive(text: str) -> int:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Find what overflows in fp16, and train on with that in fp32.",
+        description="Find the module that overflows in fp16, and train on with it in fp32.",
         epilog="The scaler's other settings are read from ACCEL_SCALER_* in the environment.",
     )
     add = parser.add_argument
@@ -193,7 +193,7 @@ def language_model(args: argparse.Namespace) -> SickModel:
     """What the command line asks for, in the form of sick_models.py."""
     texts, tokenizer = read_texts(args), load_tokenizer(args)
     learned, held_out = blocks(texts, tokenizer, args)
-    load_model(args, len(tokenizer))  # says what is wrong with the arguments
+    load_model(args, len(tokenizer))  # names what is wrong with the arguments
 
     def batches(seed: int) -> Iterator[Batch]:
         order = torch.Generator().manual_seed(seed)
@@ -300,7 +300,7 @@ def run(
     accelerator = Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=sick.accumulate
     )
-    with warnings.catch_warnings():  # of a run that needs no scaling, which is what is meant
+    with warnings.catch_warnings():  # of a run that needs no scaling, as is meant here
         warnings.filterwarnings("ignore", "accel_scaler: mixed_precision='no'")
         attach(accelerator, config)
     set_seed(args.seed)
@@ -323,8 +323,8 @@ def run(
 
 
 def story(sick: SickModel, args: argparse.Namespace) -> dict[str, Outcome]:
-    """Make the four runs; return what became of them."""
-    print("1. fp16: what overflows is skipped, and the next one watched to see where it began")
+    """Make the four runs; return their results."""
+    print("1. fp16: windows that overflow are skipped, and the next one is watched for the module")
     limit = {"max_consecutive_skips": args.max_consecutive_skips}
     outcomes = {"fp16": run("fp16", sick, args, **limit)}
     fp16 = outcomes["fp16"]

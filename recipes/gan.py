@@ -85,7 +85,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything is loaded or written."""
+    """Refuse bad arguments before anything is loaded or written."""
     if args.data_dir and args.data_file:
         raise fail("give --data_dir or --data_file, not both")
     if args.data_dir and not args.data_dir.is_dir():
@@ -186,7 +186,7 @@ def load_pictures(args: argparse.Namespace) -> tuple[Tensor, Tensor]:
 
 
 def make_generator(args: argparse.Namespace) -> nn.Module:
-    """Make what turns random numbers (batch, latent) into pictures (batch, 1, size, size).
+    """Make the network from random numbers (batch, latent) to pictures (batch, 1, size, size).
 
     Linear layers, since fp16 convolutions are slow on a CPU.
     """
@@ -205,7 +205,7 @@ def make_generator(args: argparse.Namespace) -> nn.Module:
 
 
 def make_critic(args: argparse.Namespace) -> nn.Module:
-    """Make what says of pictures (batch, 1, size, size) whether they are real: (batch, 1)."""
+    """Make the network that says whether pictures (batch, 1, size, size) are real: (batch, 1)."""
     wide, size = args.width, args.image_size
     return nn.Sequential(
         nn.Flatten(),
@@ -217,14 +217,14 @@ def make_critic(args: argparse.Namespace) -> nn.Module:
     )
 
 
-# --- what it is worth -----------------------------------------------------------------------------
+# --- how good it is -------------------------------------------------------------------------------
 
 
 def distance(some: Tensor, others: Tensor, seed: int = 0) -> float:
     """Return the sliced Wasserstein distance of two sets of pictures.
 
     Both sets are seen along the same 256 random directions. Along one, the distance is how far the
-    sorted values of the one set lie from those of the other; this is the root of the mean square.
+    sorted values of the two sets lie from each other; this is the root of the mean square.
     It is 0 for equal sets, and grows with samples that look wrong as with samples all alike.
     """
     count = min(len(some), len(others))

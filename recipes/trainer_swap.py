@@ -4,7 +4,7 @@
 
 It trains a small GPT-2 from scratch, in fp16, on the help texts that come with Python
 (`pydoc_data.topics`), with a byte-level tokenizer trained on the same texts. It prints the loss on
-held-out texts before and after and what the scaler saw, and saves a model that
+held-out texts before and after and a summary of the scaler, and saves a model that
 `AutoModelForCausalLM.from_pretrained` loads. Look for "the one added line".
 
     accelerate launch --config_file accelerate_configs/gpu_fp16.yaml recipes/trainer_swap.py \
@@ -129,7 +129,7 @@ def blocks(
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
-    """Say what the Trainer is to do. fp16=True is all that fp16 takes."""
+    """The Trainer's arguments. fp16=True is all that fp16 takes."""
     return TrainingArguments(
         output_dir=str(args.output_dir),
         fp16=True,

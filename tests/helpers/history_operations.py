@@ -48,13 +48,11 @@ from support import same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
-from accel_scaler import OrderError, StepError
-from accel_scaler.async_optimizer import async_stepper
+from accel_scaler import StepError
 from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.optimizer_step import ModeChoice, spikes, stepper_of
 from accel_scaler.optimizer_step import blocks as blocks_module
+from accel_scaler.optimizer_step import spikes
 
-WHICH = range(8)
 WHOLE = ("",)
 EACH = ("gain", "inner.weight", "inner.bias", "outer.weight", "outer.bias")
 APART = (("outer",), ("inner", "outer"), EACH)
@@ -76,9 +74,7 @@ HARMLESS = (*WITHIN, "backward", "unscale", "clip_norm", "clip_value", "drop", "
 """In a window that may be made again; others change what it is made of."""
 IN_PLACE = ("by hand", "data", "foreach", "views")
 """Ways to zero gradients past the optimizer and the model."""
-MODES = ("sync", "overlap", "delayed", "auto")
-COMPENSATIONS = ("none", "preview", "preview", "auto")
-
+MODES = ("sync", "overlap")
 
 CHOICES: dict[str, dict[str, Sequence[Any]]] = {}
 """For each operation what its arguments may be."""
@@ -111,8 +107,7 @@ class Player:
         self.noted: list[tuple[str, Any, Any]] = []
         self.side = None if device == "cpu" else torch.Stream(device)
         self.averages: list[tuple[Tensor, Tensor]] = []
-        self.kept: list[Tensor] = []
-        self.plain = PlainTorch(setup, device == "cpu")
+        self.plain = PlainTorch(setup)
         self.file = folder / "run.jsonl" if setup.telemetry else None
         make: Any = Attached if setup.attached else Raw
         self.ours: Any = make(setup, device, self.file and str(self.file))
@@ -153,7 +148,7 @@ class Player:
         self.compare_gradients()
 
     def compare_gradients(self) -> None:
-        as_made = not (self.clips or self.setup.fold or self.blown)
+        as_made = not (self.clips or self.blown)
         for p, q in self.pairs if as_made else ():
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
@@ -201,10 +196,8 @@ class Player:
 
     def start_over(self) -> None:
         """From here on this thread trains, other optimizer wrappers, other records."""
-        self.plain.steps = [0 for _ in self.numbers]
         self.plain.usual, self.plain.joined = [[] for _ in self.numbers], set()
         self.first_window = len(self.plain.windows)
-        self.trainers = [threading.current_thread() for _ in self.numbers]
         self.schedule()
 
     def schedule(self) -> None:
@@ -222,11 +215,6 @@ class Player:
     def synchronized(self) -> None:
         for optimizer in self.ours.optimizers:
             optimizer.synchronize()
-        self.plain.publish_all()
-
-    def publish_delayed(self) -> None:
-        if self.setup.mode == "delayed":
-            self.synchronized()
 
     def losses(self, used: Sequence[str]) -> tuple[Tensor, Tensor]:
         """The same autocast for both; an attached one has its own within."""
@@ -245,7 +233,6 @@ class Player:
         if not aside or self.side is None:
             yield
             return
-        self.publish_delayed()
         present = torch.accelerator.current_stream(self.device)
         self.side.wait_stream(present)
         with on(self.side):
@@ -373,7 +360,7 @@ class Player:
     @operation(how=("accelerator", "inner", "wrapped"))
     def unscale(self, how: str) -> Any:
         """By hand, before a clip or none."""
-        if not self.may_end or self.clips or self.setup.fold or self.low:
+        if not self.may_end or self.clips or self.low:
             return False
         self.spoilt |= how != "accelerator"
         self.settle()
@@ -395,10 +382,10 @@ class Player:
         A gradient with a master is multiplied once, by the product of all coefficients. So that
         nothing is rounded, all of these are powers of two from the second clip on.
         """
-        if not self.may_end or self.setup.fold:
+        if not self.may_end:
             return False
         again = self.clips or parts != WHOLE
-        if self.low and (self.clips or (again and self.plain.compensation != "none")):
+        if self.low and self.clips:
             return False
         if any(q.grad is not None for part in parts for _, q in self.chosen(part)):
             self.settle()  # else nothing is looked at
@@ -414,10 +401,7 @@ class Player:
                 mine, order = None, list(own)
             if is_exact:
                 limit = self.plain.exact_limit(order, kind)
-            norm, other = (
-                self.ours.clip_norm(limit, kind, mine),
-                self.plain.clip(order, clip, limit, kind),
-            )
+            norm, other = self.ours.clip_norm(limit, kind, mine), self.plain.clip(order, clip, kind)
             if self.plain.refuse(order, other):
                 other = torch.tensor(INF)
             self.same("the norm", norm, other)
@@ -429,7 +413,7 @@ class Player:
 
     @operation(limit=(2.0**-5, 2.0**-9, 8.0))
     def clip_value(self, limit: float) -> Any:
-        if not (self.attached and self.may_end) or self.setup.fold:
+        if not (self.attached and self.may_end):
             return False
         if self.low and not {"exact", "rounded"}.isdisjoint(self.clips):
             return False
@@ -472,7 +456,7 @@ class Player:
         ``fails``: the part that fails; ``read_by``: who waits for the step then.
         """
         skipped = False
-        stepping = [n for n in self.numbers if n != sits_out or self.clips or not self.setup.split]
+        stepping = [n for n in self.numbers if n != sits_out or self.clips or not self.setup.two]
         may_fail = self.device == "cpu" and self.setup.mode != "sync" and not self.stop_reading
         fails = fails if may_fail else None
         if fails is not None:
@@ -493,19 +477,15 @@ class Player:
             )
             if grads and is_illegal and self.setup.scaled:
                 continue
-            is_beside = getattr(stepper_of(optimizer), "is_beside", False)  # auto: this time
-            self.seen[f"auto, beside: {is_beside}"] += self.setup.mode == "auto"
-            FAULT.arm(fails if is_beside else None)
+            FAULT.arm(fails)
             optimizer.step()
             done = self.failure(number, read_by) if fails is not None else None
             FAULT.arm(None)
             stepped = self.plain.step(number, fails=done)
-            if grads:
-                self.trainers[number] = threading.current_thread()
             if fails is not None:
                 self.synchronized()
                 if read_by == "state_dict" and done is None:
-                    self.plain.follow(number)
+                    self.plain.refresh(number)
             self.same("whether it stepped", not optimizer.step_was_skipped, stepped)
             skipped = skipped or not stepped
             self.seen["skipped"] += not stepped
@@ -518,7 +498,7 @@ class Player:
         if views and not skipped:
             self.compare_gradients()
         self.zero_grad(zero, stepping, views)
-        if skipped and (self.setup.split or zero == "nothing"):
+        if skipped and (self.setup.two or zero == "nothing"):
             self.zero_grad("none", stepping)  # they are scaled still, and would be refused
 
     def failure(self, number: int, read_by: str) -> set[Tensor] | None:
@@ -586,7 +566,7 @@ class Player:
     def submit(self, limit: float | None) -> Any:
         if self.attached or not self.may_end or self.clips:
             return False
-        self.ours.optimizer.submit(self.by_hand(None if self.setup.fold else limit))
+        self.ours.optimizer.submit(self.by_hand(limit))
         self.ours.scaler.update()
         self.plain.step(0, submitted=True)
         self.plain.end_window()
@@ -595,10 +575,9 @@ class Player:
     def torch_loop(self, limit: float | None) -> Any:
         if self.attached or not self.may_end or self.clips or self.low:
             return False
-        self.by_hand(None if self.setup.fold else limit)()
+        self.by_hand(limit)()
         self.ours.scaler.update()
         stepped = self.plain.step(0)
-        self.trainers = [threading.current_thread()]
         self.same("whether it stepped", not self.ours.optimizer.step_was_skipped, stepped)
         self.plain.end_window()
         self.zero_grad("none")
@@ -623,8 +602,7 @@ class Player:
 
     @operation(which=range(8), aside=(False, True))
     def read(self, which: int, aside: bool) -> None:
-        """Read one parameter through an operation; in ``delayed`` that publishes."""
-        self.publish_delayed()
+        """Read one parameter through an operation."""
         with self.stream(aside):
             p, q = self.pairs[which % len(self.pairs)]
             self.same("what is read", p + 0, q + 0)
@@ -633,7 +611,6 @@ class Player:
     def evaluate(self, training: bool, aside: bool) -> None:
         self.count += 1
         self.ours.net.train(training)
-        self.plain.publish_all()
         with self.stream(aside), torch.no_grad():
             self.losses(LAYERS)
         self.ours.net.train()
@@ -666,18 +643,16 @@ class Player:
         self.stop_reading = stop_reading
 
     def read_until(self, stop: threading.Event) -> None:
-        ours, setup = self.ours, self.setup
+        ours, checks = self.ours, self.setup.checks
         while not stop.wait(0.0005):
             for p in ours.net.parameters():
-                assert bool(p.detach().isfinite().all()) or not setup.checks
+                assert bool(p.detach().isfinite().all()) or not checks
             assert ours.scaler.get_scale() > 0
             ours.accelerator.scaler_history.summary()
             try:
                 ours.net.state_dict()
                 for optimizer in ours.optimizers:
                     optimizer.synchronize()
-            except OrderError:  # it would publish beneath a forward
-                assert setup.mode == "delayed"
             except RuntimeError as error:  # torch's: a first step puts hooks on what it walks
                 if "mutated during iteration" not in str(error):
                     raise
@@ -685,7 +660,6 @@ class Player:
     @operation()
     def average(self) -> None:
         """Of the weights after some steps."""
-        self.publish_delayed()
         with self.stream(aside=True), torch.no_grad():
             for n, both in enumerate(self.pairs):
                 if n == len(self.averages):
@@ -696,12 +670,6 @@ class Player:
                         mean.lerp_(each.detach().float(), 0.25)
 
     @operation()
-    def litter(self) -> None:
-        """Take memory of the parameters' sizes."""
-        for p in self.plain.net.parameters():
-            self.kept.append(torch.full(p.shape, 3.0, dtype=p.dtype, device=self.device))
-
-    @operation()
     def synchronize(self) -> None:
         self.synchronized()
         for p, q in self.pairs:
@@ -709,7 +677,6 @@ class Player:
 
     @operation(which=range(8), how=tuple(EDITS))
     def edit(self, which: int, how: str) -> Any:
-        self.publish_delayed()
         for p in self.pairs[which % len(self.pairs)]:
             with torch.no_grad():
                 EDITS[how](p)
@@ -719,7 +686,7 @@ class Player:
     def replace_state(self, how: str) -> Any:
         """Put other entries with other tensors into the optimizers' state, as averaging does, or
         empty its entries, or drop them."""
-        if self.low or self.device != "cpu" or self.plain.is_tied:
+        if self.low or self.device != "cpu":
             return False
         self.synchronized()
         if how == "dropped":
@@ -736,33 +703,15 @@ class Player:
                     state[p] = dict(state[p]) if how == "doubled" else state[p]
                     change(state[p])
 
-    @operation(which=range(8))
-    def tie(self, which: int) -> Any:
-        """Give one parameter the memory of another one of its optimizer."""
-        alike = [pair for pair in self.pairs if pair[1].shape == self.plain.net.gain.shape]
-        (p, q), *others = [pair for pair in alike if pair[1].dtype is self.plain.net.gain.dtype]
-        others = [pair for pair in others if not self.plain.has_master(pair[1])]
-        if self.clips or not others or self.plain.has_master(q) or self.device != "cpu":
-            return False  # those that share memory have no masters
-        mine, other = others[which % len(others)]
-        mine.data, self.saved = p.data, None
-        self.plain.tie(q, other)
-        self.plain.moves[other] += 1
-        self.state_dict()  # or the tie may be undone before it is seen
-
     @operation(which=range(8), how=("one", "apply"))
     def move(self, which: int, how: str) -> Any:
         if self.clips:
             return False  # gradients are moved too, and some are scaled still
-        self.publish_delayed()
         if how == "apply":
             self.ours.net._apply(torch.clone)
         else:
             p, _ = self.pairs[which % len(self.pairs)]
             p.data = p.data.clone()
-        for n, (_, q) in enumerate(self.pairs):
-            if how == "apply" or n == which % len(self.pairs):
-                self.plain.move(q)
 
     @operation(part=(*LAYERS, "inner.bias", "outer.weight", ""), how=("toggle", "alone"))
     def freeze(self, part: str, how: str = "toggle") -> Any:
@@ -805,13 +754,12 @@ class Player:
 
     @operation()
     def state_dict(self) -> None:
-        self.plain.publish_all()
         ours = self.ours.net.state_dict()
         for name, value in self.plain.net.state_dict().items():
             self.same(f"saved {name}", ours[name], value)
         for number in self.numbers:
             saved = self.ours.optimizers[number].state_dict()
-            self.plain.follow(number)
+            self.plain.refresh(number)
             for index, (p, entry) in enumerate(
                 zip(self.plain.owned[number], self.plain.entries(number), strict=True)
             ):
@@ -830,7 +778,7 @@ class Player:
             return False
         self.synchronized()
         for number in self.numbers:
-            self.plain.follow(number)
+            self.plain.refresh(number)
         self.seen["saved inside a window"] += self.is_open
         self.saved = copy.deepcopy(
             (
@@ -875,12 +823,8 @@ class Player:
     def restore(self, states: list[Any]) -> None:
         before, plain = copy.deepcopy(self.saved[-1]), self.plain
         plain.scale, plain.good, plain.bad = before.scale, before.good, before.bad
-        self.trainers = [threading.current_thread() for _ in self.numbers]
         for number in self.numbers:
-            plain.follow(number)
-            counts = [e["step"] for e in states[number]["state"].values() if "step" in e]
-            if counts:  # a warm-up goes on where it was saved
-                plain.steps[number] = int(max(counts))
+            plain.refresh(number)
             plain.optimizers[number].load_state_dict(before.optimizers[number].state_dict())
             saved = list(zip(plain.owned[number], before.owned[number], strict=True))
             entries = states[number]["state"]
@@ -891,18 +835,18 @@ class Player:
             }
             plain.lasting |= had_masters
             # Where there are masters, state is ours to load; elsewhere torch casts it.
-            loads_exactly = plain.everywhere or any(map(plain.had_master, plain.owned[number]))
+            loads_exactly = any(map(plain.has_master, plain.owned[number]))
             for p, q in saved:
                 p.copy_(q)
                 plain.masters[p].copy_(before.masters[q] if p in had_masters else q)
                 if not loads_exactly:
                     plain.round_state(number, p)
-            plain.follow(number)
+            plain.refresh(number)
 
     @operation()
     def go_on_in_a_fresh_pair(self) -> Any:
         """Save; load into another model, other optimizers, another scaler."""
-        if not self.between or self.plain.is_tied or self.setup.tied:
+        if not self.between:
             return False
         self.save()
         old, self.ours = self.ours, None
@@ -914,10 +858,8 @@ class Player:
         self.start_over()
         self.restore(self.load(model_first=True))
 
-    @operation(mode=MODES, offload=("none", "cpu"), compensation=COMPENSATIONS)
-    def reopen(
-        self, mode: str | None = None, offload: str = "none", compensation: str = "none"
-    ) -> Any:
+    @operation(mode=MODES, offload=("none", "cpu"))
+    def reopen(self, mode: str, offload: str = "none") -> Any:
         """Close and open, or detach and attach, in another mode."""
         plain = self.plain
         if self.clips or (self.attached and self.is_open):
@@ -928,13 +870,12 @@ class Player:
         is_cast = any(p.dtype is torch.float16 for p in stepped)
         if is_cast and not self.setup.optimizer.startswith("sgd"):
             return False  # what closing has cast to float16 is refused
-        changed = self.setup
-        if mode is not None and not plain.is_tied and not self.setup.tied:
-            changed = replace(changed, mode=mode, offload=offload, compensation=compensation)
+        offload = "none" if self.device == "cpu" else offload
+        changed = replace(self.setup, mode=mode, offload=offload)
         if self.attached:
             self.zero_grad("none")  # or they would be of before
-        self.ours.reopen(possible(changed))
-        plain.forget_masters(possible(changed))
+        self.ours.reopen(changed)
+        plain.forget_masters(changed)
         self.seen[f"to {self.setup.mode}"] += 1
         self.start_over()
         if self.attached:
@@ -944,15 +885,14 @@ class Player:
     def train_in_stock(self, steps: int, bad: bool) -> Any:
         """Detach, train in stock Accelerate, attach again."""
         setup, plain = self.setup, self.plain
-        simple = setup.hysteresis == 1 and setup.bounds == (None, None) and not setup.split
+        simple = setup.hysteresis == 1 and setup.bounds == (None, None) and not setup.two
         is_wrong = "fused" in setup.optimizer  # F1
         if not (setup.stock and simple) or is_wrong or self.low or self.is_open or self.clips:
             return False
         recorded = len(plain.windows)
         self.zero_grad("none")
         self.ours.detach()
-        simple = {"mode": "sync", "offload": "none", "compensation": "none"}
-        plain.forget_masters(replace(setup, guards=False, limit=None, **simple))
+        plain.forget_masters(replace(setup, mode="sync", guards=False, limit=None))
         (optimizer,) = self.ours.optimizers
         for number in range(steps):
             self.count += 1
@@ -980,23 +920,14 @@ class Player:
         if self.stop_reading is not None:
             self.stop_reading()
         self.clips = []
-        if self.setup.dropped and not self.attached:
-            # Nobody reads the result of the last update; it must not touch others' memory.
-            self.ours = self.schedules = None
-            gc.collect()
-            for _ in range(4):
-                self.litter()
-        else:
-            self.synchronize()
-            self.state_dict()
+        self.synchronize()
+        self.state_dict()
         self.seen.update(self.plain.events)
         self.seen["attached" if self.attached else "raw"] += 1
         self.seen[f"precision {self.setup.precision}"] += 1
         self.seen["bfloat16 in place"] += self.setup.in_place
         for mine, other in self.averages:
             self.same("an average", mine, other)
-        for each in self.kept:
-            self.same("others' memory", each, torch.full(each.shape, 3.0, dtype=each.dtype))
         for what, mine, other in self.noted:
             found = mine.cpu() if isinstance(mine, Tensor) else mine
             assert same(found, other), f"{what}: got {found}, expected {other}"
@@ -1060,24 +991,16 @@ CLIPS = ("clip_norm", "clip_norm", "clip_norm", "clip_value", "unscale")
 
 def possible(setup: Setup) -> Setup:
     """Without settings that do not go together."""
-    if setup.mode == "sync":
-        setup = replace(setup, warmup=0)
-    if setup.mode == "delayed" or setup.offload == "cpu" or setup.dtype != "float32":
-        setup = replace(setup, tied=False)  # those that share memory have no masters
     if setup.scaled:
         setup = replace(setup, guards=True, masters="auto")
     else:
         setup = replace(setup, hysteresis=1, bounds=(None, None))
     if not setup.attached:
-        setup = replace(setup, guards=True, limit=None, stock=False)
+        setup = replace(setup, guards=True, limit=None, stock=False, two=False)
     if setup.retry:
         setup = replace(setup, attached=True, precision="fp16", two=False, stock=False)
     if setup.dtype == "all":  # no plain loop steps one in place beside another one's master
         setup = replace(setup, masters="fp32")
-    if setup.mode != "delayed":
-        return replace(setup, compensation="none")
-    if setup.optimizer == "rmsprop" and setup.compensation == "preview":  # there is none
-        setup = replace(setup, compensation="auto")
     return setup
 
 
@@ -1089,22 +1012,15 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
     dtypes = [*sorted(DTYPES), *["bfloat16"] * 3 * (precision != "fp16")]
     setup = Setup(
         mode=r.choice(MODES),
-        offload=r.choice(("none", "cpu")),
+        offload=r.choice(("none", "cpu")) if on_device else "none",
         attached=attached,
         optimizer=r.choice(sorted(OPTIMIZERS)),
         dtype="float32" if stock else r.choice(dtypes),
-        warmup=r.choice((0, 0, 3)),
-        compensation=r.choice(COMPENSATIONS),
-        # On a device torch goes through the list of both once for each operation, which rounds
-        # differently from one after the other.
-        tied=r.random() < 0.25 and not on_device,
         two=attached and r.random() < 0.8 and not stock,
         parts=r.random() < 0.5,
         width=r.choice((3, 3, 192 if on_device else 5)),
-        fold=r.random() < 0.15,
         inner_schedule=r.random() < 0.5,
         other_stream=on_device and r.random() < 0.3,
-        dropped=on_device and r.random() < 0.2,
         finds=attached and r.random() < 0.5,
         hysteresis=1 if stock else r.choice((1, 1, 1, 2)),
         bounds=(None, None) if stock or r.random() < 0.75 else (512.0, 2048.0),
@@ -1159,8 +1075,6 @@ def play(
             patch.setattr(replica_module, "SMALLEST_PART", 1 << 19)
         patch.setattr(spikes, "NORMS", NORMS)
         patch.setattr(spikes, "FIRST", FIRST)
-        chance = random.Random(len(calls))
-        patch.setattr(async_stepper, "ModeChoice", partial(AnyMode, chance))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         thread = Thread(device == "cpu" and any(name == "change_thread" for name, _ in calls))
         stack.callback(thread.end)
@@ -1169,8 +1083,6 @@ def play(
         try:
             for name, arguments in calls:
                 if name == "change_thread" and (player.attached or player.between):
-                    if player.stop_reading is not None:  # it may publish where nobody trains
-                        player.stop_reading()
                     thread.change()
                 elif name != "change_thread":
                     thread.run(partial(player.call, name, arguments))
@@ -1178,18 +1090,6 @@ def play(
         finally:
             thread.run(player.close)
         player.check_file()
-
-
-class AnyMode(ModeChoice):
-    """What a clock might make it choose, sooner: by chance, for each window anew."""
-
-    def __init__(self, chance: random.Random) -> None:
-        super().__init__()
-        self.chance = chance
-
-    def note(self, *_: Any) -> bool:
-        self.is_beside = self.chance.random() < 0.5
-        return False
 
 
 class Thread:

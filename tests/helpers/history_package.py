@@ -83,11 +83,7 @@ class Raw:
         setup = self.setup
         return {
             "offload": setup.offload,
-            "delay_warmup_steps": setup.warmup,
-            "delay_compensation": setup.compensation,
-            "fold_unscale": setup.fold,
             "master_weights": setup.masters,
-            "optimizer_threads": 1,
         }
 
     @property
@@ -114,7 +110,7 @@ class Raw:
     def wrap(self) -> None:
         scaler = None if self.setup.precision == "no" else self.scaler
         self.optimizer = AsyncOptimizer(
-            self.inners[0], self.net, scaler=scaler, mode=self.setup.mode, **self.settings
+            self.inners[0], self.net, scaler=scaler, step_mode=self.setup.mode, **self.settings
         )
         self.optimizers: list[Any] = [self.optimizer]
 

@@ -15,16 +15,12 @@ from references import GROWTH_INTERVAL, INIT_SCALE
 from references import OPTIMIZERS as COMMON
 from torch import Tensor, nn
 
-from accel_scaler.optimizer_step import blocks
-
 LAYERS = ("inner", "gain", "outer", "extra")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **COMMON,
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
 }
-NEEDED = {"adam": ("exp_avg", "max_exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""Names in a parameter's state that a preview is made of; for the other optimizers ``exp_avg``."""
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 LOW = (HALF, BRAIN)
 NORMS, FIRST = 4, 2
@@ -44,29 +40,23 @@ class Setup(Short):
 
     mode: str = "overlap"
     offload: str = "none"
+    """On a device."""
     attached: bool = False
     """An attached accelerator; else one ``AsyncOptimizer``."""
     optimizer: str = "sgd"
     dtype: str = "float32"
     """Of the parameters: a dtype, ``both`` float16 and float32, or ``all`` three."""
-    warmup: int = 0
-    compensation: str = "none"
-    tied: bool = False
-    """``gain`` and the bias of ``inner`` have one memory from the start."""
     two: bool = False
     """Attached: two optimizers, one of them for ``outer``."""
     parts: bool = False
     """Each parameter is a part of the update; else most parameters are in one part."""
     width: int = 3
-    fold: bool = False
     inner_schedule: bool = False
     """The schedule is the inner optimizer's."""
     other_stream: bool = False
     """On a device: trains on a stream that is not the default one."""
     finds: bool = False
     """An overflowed window runs again, to find where it began."""
-    dropped: bool = False
-    """On a device: dropped at the end without ``close``."""
     hysteresis: int = 1
     bounds: tuple[float | None, float | None] = (None, None)
     """``min_scale`` and ``max_scale``."""
@@ -97,7 +87,7 @@ class Setup(Short):
     @property
     def in_place(self) -> bool:
         """bfloat16 parameters are stepped as they are."""
-        masters = self.masters == "fp32" or self.mode == "delayed" or self.offload == "cpu"
+        masters = self.masters == "fp32" or self.offload == "cpu"
         return not (self.scaled or masters or self.dtype != "bfloat16")
 
     @property
@@ -109,15 +99,11 @@ class Setup(Short):
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return DTYPES[self.dtype]
 
-    @property
-    def split(self) -> bool:
-        return self.two and self.attached
-
     def groups(self, net: Net) -> list[list[dict[str, Any]]]:
         """For each optimizer its groups; the order is unlike that of the forward."""
         outer = {"params": list(net.outer.parameters()), "lr": 0.02}
         rest = {"params": [net.gain, *net.inner.parameters()]}
-        return [[outer], [rest]] if self.split else [[outer, rest]]
+        return [[outer], [rest]] if self.two else [[outer, rest]]
 
 
 class Net(nn.Module):
@@ -137,8 +123,6 @@ class Net(nn.Module):
             self.outer = nn.Linear(width, 2).to(dtypes[2])
         self.extra = nn.ParameterList()
         self.to(device)
-        if setup.tied:
-            self.inner.bias.data = self.gain.data
 
     def grow(self) -> nn.Parameter:
         some = torch.full((self.width,), 0.25, dtype=self.gain.dtype, device=self.device)
@@ -173,29 +157,6 @@ def double_averages(entry: dict[str, Any]) -> None:
             entry[name] = entry[name] * 2.0
 
 
-def preview(
-    group: dict[str, Any], w: Tensor, state: Any, block: int
-) -> tuple[Tensor, float, float]:
-    """The next update without its gradient, and the gradient's rate and limit.
-
-    ``block``: so many elements have one norm, in float32."""
-    lr = group["lr"]
-    kept = w * (1.0 - lr * group["weight_decay"])
-    if "exp_avg" not in state:
-        kept.add_(state["momentum_buffer"], alpha=-lr * group["momentum"])
-        return kept, -lr, math.inf
-    k, eps = float(state["step"]), group["eps"]
-    b1, b2 = group["betas"]
-    root = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].sqrt()
-    scale, step = 1.0 / math.sqrt(1.0 - b2**k), lr / (1.0 - b1 ** (k + 1))
-    root += eps / scale
-    kept.addcdiv_(state["exp_avg"], root, value=-step * b1 / scale)
-    pieces = root.flatten().split(block)
-    size = scale * math.sqrt(sum(float(piece.norm()) ** 2 for piece in pieces) / root.numel())
-    most = math.sqrt((1.0 - b2 ** (k + 1)) / (1.0 - b2)) * size
-    return kept, -step * (1.0 - b1) / size, most
-
-
 @dataclass
 class Window:
     """What telemetry records of a window; ``norm``: None where it is not compared."""
@@ -209,17 +170,14 @@ class Window:
 
 
 class PlainTorch:
-    """The training in plain torch: float32 masters, a loss scale, and when the model sees them."""
+    """The training in plain torch: float32 masters, and a loss scale."""
 
-    def __init__(self, setup: Setup, on_host: bool) -> None:
-        """``on_host``: the other side's model is in host memory, too."""
-        self.setup, self.net, self.on_host = setup, Net(setup), on_host
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.net = setup, Net(setup)
         groups = setup.groups(self.net)
         self.masters: dict[Tensor, nn.Parameter] = {}
         for p in self.net.parameters():
             self.masters[p] = nn.Parameter(p.detach().to(setup.exact, copy=True))
-        if self.net.inner.bias.data_ptr() == self.net.gain.data_ptr():
-            self.tie(self.net.gain, self.net.inner.bias)
         self.optimizers = [
             OPTIMIZERS[setup.optimizer](
                 [{**g, "params": [self.masters[p] for p in g["params"]]} for g in each]
@@ -227,13 +185,7 @@ class PlainTorch:
             for each in groups
         ]
         self.owned = [[p for g in each for p in g["params"]] for each in groups]
-        self.steps = [0 for _ in groups]
-        self.newer: list[dict[Tensor, None]] = [{} for _ in groups]
-        """For each optimizer: parameters whose masters are not published yet."""
         self.events: Counter[str] = Counter()
-        self.moves = dict.fromkeys(self.masters, 0)
-        self.places: dict[Tensor, tuple[bool, int]] = {}
-        """Whether each parameter was trained, and its moves, at the last refresh."""
         self.lasting: set[Tensor] = set()
         """Parameters that were trained once: frozen, they keep their masters."""
         for number in range(len(groups)):
@@ -253,23 +205,14 @@ class PlainTorch:
         """Norms of earlier windows, by optimizer."""
         self.final: dict[Tensor, Tensor] = {}
         """Gradients that were clipped in this window."""
-        self.coefficient: float | None = None
-        """The factor of the last clip of the norm."""
         self.refused: set[int] = set()
         """Optimizers that skip: a clip has found an overflow."""
         self.losses: list[Tensor] = []
         """Of the open window, whose gradients may be made again."""
 
-    @property
-    def everywhere(self) -> bool:
-        """Every trained parameter has a master."""
-        return self.setup.mode == "delayed" or self.setup.offload == "cpu"
-
     def has_master(self, p: Tensor) -> bool:
-        return (p.requires_grad or p in self.lasting) and self.may_have_master(p)
-
-    def may_have_master(self, p: Tensor) -> bool:
-        return self.everywhere or (p.dtype in LOW and not self.setup.in_place)
+        may = self.setup.offload == "cpu" or (p.dtype in LOW and not self.setup.in_place)
+        return may and (p.requires_grad or p in self.lasting)
 
     def keeps(self, params: Sequence[Tensor]) -> bool:
         """What a clip of ``params`` does is left to the step: an optimizer of theirs has masters of
@@ -281,32 +224,6 @@ class PlainTorch:
 
     def owners(self, params: Sequence[Tensor]) -> list[int]:
         return [n for n, own in enumerate(self.owned) if not set(own).isdisjoint(params)]
-
-    def had_master(self, p: Tensor) -> bool:
-        """It had one at the last refresh, or has one now."""
-        trained = p.requires_grad or self.places.get(p, (False,))[0] or p in self.lasting
-        return trained and self.may_have_master(p)
-
-    def tie(self, p: Tensor, q: Tensor) -> None:
-        """Give ``q`` and its master the memory of ``p`` and of its master."""
-        q.data, self.masters[q].data = p.data, self.masters[p].data
-
-    def move(self, p: Tensor) -> None:
-        """Move ``p`` and its master to memory of their own."""
-        p.data, self.masters[p].data = p.data.clone(), self.masters[p].data.clone()
-        self.moves[p] += 1
-
-    @property
-    def is_tied(self) -> bool:
-        return len({p.data_ptr() for p in self.masters}) < len(self.masters)
-
-    @property
-    def compensation(self) -> str:
-        """How ``delayed`` compensates a late update."""
-        if self.setup.mode != "delayed":
-            return "none"
-        auto = "none" if self.setup.optimizer == "rmsprop" else "preview"
-        return {"auto": auto}.get(self.setup.compensation, self.setup.compensation)
 
     def backward(self, loss: Tensor, is_seen: bool = True) -> None:
         """``is_seen``: by the package, which else finds out when it steps."""
@@ -351,37 +268,13 @@ class PlainTorch:
             self.events["brought to a new scale"] += 1
 
     @torch.no_grad()
-    def publish(self, number: int) -> None:
-        newer, self.newer[number] = self.newer[number], {}
-        for p in newer:
-            p.copy_(self.masters[p])
-
-    def publish_all(self) -> None:
-        for number in range(len(self.owned)):
-            self.publish(number)
-
-    def follow(self, number: int) -> None:
-        self.publish(number)
-        self.refresh(number)
-
-    @torch.no_grad()
     def refresh(self, number: int) -> None:
         """Bring masters to parameters that were edited; one that rounds to its parameter stays."""
-        newer = self.newer[number]
-        lasting = {p.data_ptr() for p in self.owned[number] if p.requires_grad or p in self.lasting}
-        # A master is its memory's.
-        self.lasting.update(p for p in self.masters if p.data_ptr() in lasting)
-        for p in self.owned[number]:
-            master, place = self.masters[p], (p.requires_grad, self.moves[p])
-            is_same = self.places.get(p) == place
-            if p in newer and is_same:
-                continue
-            if p in newer:
-                p.copy_(master)
-                del newer[p]
-            self.places[p], now = place, p.detach()
-            kept = master.to(now.dtype) == now
-            kept &= p.requires_grad or p in self.lasting
+        own = self.owned[number]
+        self.lasting.update(p for p in own if p.requires_grad)
+        for p in own:
+            master, now = self.masters[p], p.detach()
+            kept = (master.to(now.dtype) == now) & (p in self.lasting)
             master.copy_(torch.where(kept, master, now.float()))
 
     def unscaled(self, number: int) -> dict[Tensor, Tensor]:
@@ -407,16 +300,15 @@ class PlainTorch:
         self,
         order: Sequence[Tensor],
         clip: Callable[[list[Tensor]], Any],
-        limit: float | None = None,
         kind: float = 0.0,
         submitted: bool = False,
     ) -> Any:
-        """Call ``clip`` (of a ``kind`` of norm to ``limit``) on masters with their final
-        gradients, or on gradients that nothing scales."""
+        """Call ``clip`` (of a ``kind`` of norm) on masters with their final gradients, or on
+        gradients that nothing scales."""
         owners = self.owners([p for p in order if p.grad is not None])
         norms = {n: self.norm_of(n) for n in owners}
         self.look_at(owners)
-        result = self.clip_any(order, clip, limit, submitted)
+        result = self.clip_any(order, clip, submitted)
         # A spike is told by the norm that a clip takes, if it takes all, none of them looked at.
         all_of_them = {p for n in owners for p in self.owned[n] if p.grad is not None}
         is_whole = all_of_them <= set(order) and self.norms.keys().isdisjoint(owners)
@@ -433,7 +325,6 @@ class PlainTorch:
         self,
         order: Sequence[Tensor],
         clip: Callable[[list[Tensor]], Any],
-        limit: float | None,
         submitted: bool = False,
     ) -> Any:
         if not (submitted or self.keeps(order)):
@@ -449,9 +340,6 @@ class PlainTorch:
         for p in chosen:
             self.masters[p].grad = grads[p]
         result = clip([self.masters[p] for p in chosen])
-        self.coefficient = (
-            None if limit is None else float((limit / (result + 1e-6)).clamp(max=1.0))
-        )
         for p in chosen:
             grad = self.masters[p].grad
             assert grad is not None
@@ -465,7 +353,7 @@ class PlainTorch:
             grads = [m.grad for m in masters if m.grad is not None]
             return torch.nn.utils.get_total_norm(grads, kind) + 1e-6
 
-        norm, ends = self.clip_any(order, norm_of, None), torch.tensor((0.0, math.inf))
+        norm, ends = self.clip_any(order, norm_of), torch.tensor((0.0, math.inf))
         near = norm * 2.0**-18
         limits = [float(t) for t in (near, *torch.nextafter(near.expand(2), ends))]
         return next((limit for limit in limits if limit / norm == 2.0**-18), math.inf)
@@ -475,8 +363,6 @@ class PlainTorch:
     ) -> bool:
         """End the window for one optimizer; ``fails``: only these parameters are updated."""
         if all(p.grad is None for p in self.owned[number]):
-            if self.setup.precision == "no" and not self.setup.attached:
-                self.publish(number)  # no boundary leaves it out
             return True
         if number in self.stepped and not self.setup.scaled:
             self.start_window()
@@ -493,21 +379,8 @@ class PlainTorch:
             self.stepped.add(number)
         finite = finite and not is_spike
         if not finite and not submitted:
-            self.publish(number)
             return False
         self.refresh(number)
-        is_late = self.setup.mode == "delayed" and self.steps[number] >= self.setup.warmup
-        kind = self.compensation
-        if submitted or self.steps[number] + 1 < self.setup.warmup:
-            kind = "none"
-        if is_late and kind == "preview":
-            is_late = all(self.knows(number, p) for p in grads if self.has_master(p))
-            self.events["not late: a first update"] += not is_late
-        if is_late and kind != "none":
-            self.events[f"shown: {kind}"] += 1
-            self.show(number, grads)
-        self.publish(number)
-        self.steps[number] += 1
         for p, g in grads.items():
             if submitted or fails is not None:  # a function's, or lost
                 p.grad = None
@@ -518,9 +391,9 @@ class PlainTorch:
                 self.masters[p].grad = g if fails is None or p in fails else None
             self.optimizers[number].step()
             self.optimizers[number].zero_grad()
-        self.newer[number] = dict.fromkeys(self.owned[number] if submitted else grads)
-        if not is_late or (fails is not None and self.compensation != "none"):
-            self.publish(number)
+        with torch.no_grad():
+            for p in self.owned[number]:
+                p.copy_(self.masters[p])
         return finite
 
     def next_scale(self, scale: float, good: int, bad: int) -> tuple[float, int, int]:
@@ -578,43 +451,6 @@ class PlainTorch:
         for entry in self.optimizers[number].state.values():
             change(entry)
 
-    def knows(self, number: int, p: Tensor) -> bool:
-        """Whether an earlier step has left what a preview of this one needs."""
-        state = self.optimizers[number].state.get(self.masters[p], {})
-        return all(
-            state.get(name) is not None for name in NEEDED.get(self.setup.optimizer, ("exp_avg",))
-        )
-
-    @torch.no_grad()
-    def show(self, number: int, grads: dict[Tensor, Tensor]) -> None:
-        """Write the preview of this update to the parameters that have a gradient."""
-        groups = [each for each in self.optimizers[number].param_groups for _ in each["params"]]
-        block = blocks.block_length(torch.device("cpu"))
-        for group, p in zip(groups, self.owned[number], strict=True):
-            if p not in grads or not self.has_master(p):
-                continue
-            self.newer[number].pop(p, None)
-            state = self.optimizers[number].state[self.masters[p]]
-            known, rate, most = preview(group, self.masters[p], state, block)
-            p.copy_(known)
-            g, factor = self.fresh(number, p)
-            p.add_(g.float().clamp(-most / factor, most / factor), alpha=rate * factor)
-
-    def fresh(self, number: int, p: Tensor) -> tuple[Tensor, float]:
-        """The gradient that a preview takes, and the factor still to be applied to it.
-
-        Products with the scale are exact, those with a coefficient of a clip are not.
-        """
-        assert p.grad is not None
-        inverse = 1.0 / self.before[0] if self.opened else 1.0
-        if p not in self.final:
-            return p.grad, inverse
-        low = any(q.requires_grad and q.dtype in LOW for q in self.owned[number])
-        is_sent = p.dtype is FULL and self.setup.offload == "cpu"
-        if self.coefficient is None or not low or is_sent:
-            return self.final[p], 1.0
-        return p.grad, inverse * self.coefficient
-
     def end_window(self) -> None:
         """``scaler.update()`` after the step."""
         self.opened, self.stepped, self.refused, self.final = False, set(), set(), {}
@@ -628,7 +464,6 @@ class PlainTorch:
     def add_group(self) -> None:
         p = self.net.grow()
         self.masters[p] = nn.Parameter(p.detach().to(self.setup.exact, copy=True))
-        self.moves[p] = 0
         self.optimizers[-1].add_param_group({"params": [self.masters[p]], "lr": 0.03})
         self.owned[-1].append(p)
 
@@ -640,12 +475,8 @@ class PlainTorch:
     def forget_masters(self, setup: Setup) -> None:
         """``close`` or ``detach``: masters are gone, state has the parameters' dtype. The next
         steps are made as ``setup`` says."""
-        for number in range(len(self.owned)):
-            self.publish(number)
-        for number in range(len(self.owned)):
-            if not (self.everywhere or any(map(self.had_master, self.owned[number]))):
-                continue
-            for p in self.owned[number]:
+        for number, own in enumerate(self.owned):
+            for p in own if any(map(self.has_master, own)) else ():
                 self.masters[p].copy_(p)
                 self.round_state(number, p)
         self.lasting.clear()
@@ -654,6 +485,8 @@ class PlainTorch:
             master.data = master.data.to(setup.exact)
             for number in range(len(self.owned)):
                 self.round_state(number, p, setup.exact)
+        for number in range(len(self.owned)):
+            self.refresh(number)
 
     def round_state(self, number: int, p: Tensor, dtype: torch.dtype | None = None) -> None:
         entry = self.optimizers[number].state.get(self.masters[p], {})

@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,11 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
     "data zero": lambda p: p.data.zero_(),
     "data every other": lambda p: p.data.view(-1)[::2].mul_(0.75),
 }
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "an operation": lambda p: p + 0,
+    "detached": lambda p: p.detach().clone(),
+    "in an average": lambda p: torch.zeros_like(p).lerp_(p.detach(), 0.25),
+}
 LIMIT_S = 60.0
 WITHIN = ("off_boundary", "read", "state_dict", "evaluate", "edit_gradient")
 HARMLESS = (*WITHIN, "backward", "unscale", "clip_norm", "clip_value", "drop", "step")
@@ -105,8 +110,6 @@ class Player:
         self.is_regrouped = False
         self.count = 0
         self.noted: list[tuple[str, Any, Any]] = []
-        self.side = None if device == "cpu" else torch.Stream(device)
-        self.averages: list[tuple[Tensor, Tensor]] = []
         self.plain = PlainTorch(setup)
         self.file = folder / "run.jsonl" if setup.telemetry else None
         make: Any = Attached if setup.attached else Raw
@@ -216,28 +219,16 @@ class Player:
         for optimizer in self.ours.optimizers:
             optimizer.synchronize()
 
-    def losses(self, used: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def losses(self, used: Sequence[str], penalised: bool = False) -> tuple[Tensor, Tensor]:
         """The same autocast for both; an attached one has its own within."""
         dtype = torch.float16 if self.setup.scaled else torch.bfloat16
         enabled = self.attached and self.setup.precision != "no"
         with torch.autocast(torch.device(self.device).type, dtype, enabled=enabled):
-            mine = self.ours.net.loss(self.count, used)
+            mine = self.ours.net.loss(self.count, used, penalised)
         with torch.autocast("cpu", dtype, enabled=enabled):
-            other = self.plain.net.loss(self.count, used)
+            other = self.plain.net.loss(self.count, used, penalised)
         self.same("the loss", mine, other)
         return mine, other
-
-    @contextmanager
-    def stream(self, aside: bool) -> Iterator[None]:
-        """A second stream, ordered with this one as torch asks for."""
-        if not aside or self.side is None:
-            yield
-            return
-        present = torch.accelerator.current_stream(self.device)
-        self.side.wait_stream(present)
-        with on(self.side):
-            yield
-        present.wait_stream(self.side)
 
     # A window.
 
@@ -248,6 +239,7 @@ class Player:
         thread=[False] * 5 + [True],
         blows=(False, True),
         again=["same"] * 4 + ["other", "raise"],
+        penalised=[False] * 5 + [True],
     )
     def backward(
         self,
@@ -257,9 +249,11 @@ class Player:
         thread: bool = False,
         blows: bool = False,
         again: str = "same",
+        penalised: bool = False,
     ) -> Any:
         """``plain``: ``scaler.scale(loss).backward()``; ``thread``: on a thread of its own;
-        ``blows``: a gradient overflows, unless its backward runs again; ``again``: see ``Net``."""
+        ``blows``: a gradient overflows, unless its backward runs again; ``again`` and
+        ``penalised``: see ``Net``."""
         if self.clips:
             return False
         net, is_first = self.ours.net, not self.is_open
@@ -273,7 +267,7 @@ class Player:
 
         def run() -> bool:
             net.again = "same"
-            mine, other = self.losses(used)
+            mine, other = self.losses(used, penalised and not self.setup.retry)
             net.again = again
             if not other.requires_grad:
                 return False
@@ -600,29 +594,27 @@ class Player:
 
     # Reads, and changes from outside.
 
-    @operation(which=range(8), aside=(False, True))
-    def read(self, which: int, aside: bool) -> None:
-        """Read one parameter through an operation."""
-        with self.stream(aside):
-            p, q = self.pairs[which % len(self.pairs)]
-            self.same("what is read", p + 0, q + 0)
+    @operation(which=range(8), how=tuple(READS))
+    def read(self, which: int, how: str) -> None:
+        p, q = self.pairs[which % len(self.pairs)]
+        self.same("what is read", READS[how](p), READS[how](q))
 
-    @operation(training=(False, True), aside=(False, True))
-    def evaluate(self, training: bool, aside: bool) -> None:
+    @operation(training=(False, True))
+    def evaluate(self, training: bool) -> None:
         self.count += 1
         self.ours.net.train(training)
-        with self.stream(aside), torch.no_grad():
+        with torch.no_grad():
             self.losses(LAYERS)
         self.ours.net.train()
 
-    @operation()
-    def peek(self) -> Any:
+    @operation(which=range(8))
+    def peek(self, which: int) -> Any:
         """On another thread, while an update may be due."""
-        scaler = self.ours.scaler
+        ours, p, q = self.ours, *self.pairs[which % len(self.pairs)]
         if self.device != "cpu":
             return False
-        found = in_thread(lambda: (scaler.get_scale(), self.ours.growth_tracker))
-        self.same("what another thread sees", found, (self.plain.scale, self.plain.good))
+        found = in_thread(lambda: (ours.scaler.get_scale(), ours.growth_tracker, p + 0))
+        self.same("what another thread sees", found, (self.plain.scale, self.plain.good, q + 0))
 
     @operation()
     def read_beside(self) -> Any:
@@ -656,18 +648,6 @@ class Player:
             except RuntimeError as error:  # torch's: a first step puts hooks on what it walks
                 if "mutated during iteration" not in str(error):
                     raise
-
-    @operation()
-    def average(self) -> None:
-        """Of the weights after some steps."""
-        with self.stream(aside=True), torch.no_grad():
-            for n, both in enumerate(self.pairs):
-                if n == len(self.averages):
-                    p, q = (torch.zeros_like(each, dtype=torch.float32) for each in both)
-                    self.averages.append((p, q))
-                for mean, each in zip(self.averages[n], both, strict=True):
-                    if mean.shape == each.shape:  # grown since
-                        mean.lerp_(each.detach().float(), 0.25)
 
     @operation()
     def synchronize(self) -> None:
@@ -926,8 +906,6 @@ class Player:
         self.seen["attached" if self.attached else "raw"] += 1
         self.seen[f"precision {self.setup.precision}"] += 1
         self.seen["bfloat16 in place"] += self.setup.in_place
-        for mine, other in self.averages:
-            self.same("an average", mine, other)
         for what, mine, other in self.noted:
             found = mine.cpu() if isinstance(mine, Tensor) else mine
             assert same(found, other), f"{what}: got {found}, expected {other}"

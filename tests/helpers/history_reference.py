@@ -144,9 +144,11 @@ class Net(nn.Module):
         out = (x.float() ** 2).mean()
         return 2.0 * out + 1.0 if self.again == "other" and torch.is_grad_enabled() else out
 
-    def loss(self, seed: int, used: Sequence[str]) -> Tensor:
+    def loss(self, seed: int, used: Sequence[str], penalised: bool = False) -> Tensor:
+        """``penalised``: with a penalty on a weight, which is used outside of a forward."""
+        penalty = self.outer.weight.float().square().mean() if penalised else 0.0
         x = torch.randn(2, self.width, generator=torch.Generator().manual_seed(seed))
-        loss: Tensor = self(x.to(self.device), used)
+        loss: Tensor = self(x.to(self.device), used) + penalty
         return loss
 
 

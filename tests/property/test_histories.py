@@ -122,9 +122,7 @@ SHOWN: dict[str, list[Call]] = {
     "closed while a submitted function is due": [
         *(BACKWARD, ("submit", {"limit": 0.125}), ("reopen", {"mode": "overlap"}))
     ],
-    "evaluated after the very first step": [
-        *(BACKWARD, STEP, ("evaluate", {"training": True, "aside": False}))
-    ],
+    "evaluated after the very first step": [*(BACKWARD, STEP, ("evaluate", {"training": True}))],
     "back to where nothing had been stepped": [
         *(("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP, STATES)
     ],
@@ -155,7 +153,7 @@ SHOWN: dict[str, list[Call]] = {
     ],
     "an overflow in torch's own loop": [
         *(BACKWARD, STEP, OVERFLOW, ("torch_loop", {"limit": 0.125})),
-        ("read", {"which": 0, "aside": False}),
+        ("read", {"which": 0, "how": "an operation"}),
     ],
     "saved, a model loaded after its optimizer": [
         *(BACKWARD, STEP, BACKWARD, STEP, ("save", {}), BACKWARD, STEP, BACK, BACKWARD, STEP)

@@ -22,9 +22,6 @@ Line = dict[str, Any]
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "overlap": {"step_mode": "overlap"},
-    "delayed": {"step_mode": "delayed"},
-    "sync, state on the host": {"offload": "cpu"},
-    "overlap, state on the host": {"step_mode": "overlap", "offload": "cpu"},
 }
 
 
@@ -86,7 +83,7 @@ def attached(
     """A fresh attached accelerator, detached at the end, so that its file is complete."""
     reset()
     telemetry = None if path is None else str(path)
-    defaults: dict[str, Any] = {"optimizer_threads": 1, "telemetry": telemetry}
+    defaults: dict[str, Any] = {"telemetry": telemetry}
     if precision == "fp16":
         defaults["init_scale"] = 2.0**12
     accelerator: Any = Accelerator(

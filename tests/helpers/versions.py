@@ -7,8 +7,7 @@ from importlib.metadata import version
 import pytest
 
 UNGUARDED = "torch 2.6 to 2.11: no guard of a compiled function sees that a parameter is pending"
-"""It is not compiled anew, and its operations wait, as those of any other code. Under ``delayed``
-they read the newest values, so that it trains as in sync."""
+"""It is not compiled anew, and its operations wait, as the operations of any other code do."""
 
 
 def release(library: str) -> tuple[int, ...]:

@@ -35,8 +35,7 @@ STEPS = 30
 ACCUMULATION = 2
 OVERFLOWS = frozenset({0, 3, 4, 21, 30, 31, 32, 50})
 """Windows whose gradients overflow."""
-SCALER = {"init_scale": 2.0**12, "growth_interval": 9, "optimizer_threads": 1}
-
+SCALER = {"init_scale": 2.0**12, "growth_interval": 9}
 
 Trace = dict[str, Any]
 """All that a run shows of itself, a value a step or micro-batch."""

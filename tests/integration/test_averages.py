@@ -116,7 +116,7 @@ def plain(precision: str, lines: str, kind: str, accumulation: int = 1) -> list[
     return outcome(model, average)
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed", "auto"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize(("accumulation", "kind"), [(1, "fused adamw"), (2, "sgd")])
 def test_an_average_right_after_the_step(
@@ -136,30 +136,11 @@ def test_an_average_before_the_next_step_has_the_same_numbers(
 ) -> None:
     expected = plain(precision, LATER, kind, accumulation)
     retry = {"on_overflow": "retry", "init_scale": 2.0**26} if precision == "fp16" else {}
-    for mode in (retry, {}, {"step_mode": "overlap"}, {"step_mode": "auto"}):
+    for mode in (retry, {}, {"step_mode": "overlap"}):
         assert same(attached(precision, LATER, kind, accumulation, **mode), expected)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("compensation", ["preview", "none"])
-def test_in_delayed_it_is_one_of_what_the_model_was_shown(kind: str, compensation: str) -> None:
-    model = network()
-    reference = Reference(model.parameters(), OPTIMIZERS[kind], 0, compensation)
-    reference.scale = 1.0
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    has_stepped = True
-    for step in range(WINDOWS):
-        (loss_of(model, step, step == BAD) * reference.scale).backward()
-        if has_stepped:
-            average.update_parameters(model)
-        has_stepped = reference.boundary()
-    reference.publish()
-    average.update_parameters(model)
-    mode = {"step_mode": "delayed", "delay_compensation": compensation}
-    assert same(attached("no", LATER, kind, **mode), outcome(model, average))
-
-
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_of_narrow_weights_the_average_is_float32(mode: str, dtype: torch.dtype) -> None:
     """That of the weights as they are rounded; in their own dtype most of it stays."""
@@ -189,14 +170,14 @@ def test_of_narrow_weights_the_average_is_float32(mode: str, dtype: torch.dtype)
     assert (weights(expected) != start.float())[lost].float().mean() > 0.9
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_beside_an_async_optimizer(mode: str) -> None:
     model = network()
     scaler = GradScaler("cpu", init_scale=INIT_SCALE)
     names = names_for(scaler=scaler, model=model)
     make_average(names, ALONE)
     inner = OPTIMIZERS["sgd"](model.parameters())
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode) as optimizer:
+    with AsyncOptimizer(inner, model, scaler=scaler, step_mode=mode) as optimizer:
         for step in range(WINDOWS):
             exec(ALONE, names | {"optimizer": optimizer, "loss": loss_of(model, step, step == BAD)})
     assert same(outcome(model, names["average"]), plain("no", ALONE, "sgd"))
@@ -210,7 +191,7 @@ class InOrder(IterableDataset[dict[str, Tensor]]):
         return iter(self.rows)
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_in_a_trainer(mode: str, tmp_path: Path) -> None:
     """Beside the run whose bad batch is not in its data."""
 

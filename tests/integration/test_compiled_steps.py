@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from support import reset
 from torch import Tensor, nn
-from versions import UNGUARDED, before_torch
 
 from accel_scaler import AsyncOptimizer, GradScaler, attach
 
@@ -22,13 +21,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 
 STEPS = 6
 OVERFLOWS = 3
-each_mode = pytest.mark.parametrize(
-    ("mode", "offload"),
-    [
-        *(("sync", "none"), ("overlap", "cpu")),
-        pytest.param("delayed", "none", marks=before_torch(2, 13, UNGUARDED)),
-    ],
-)
+each_mode = pytest.mark.parametrize("mode", ["sync", "overlap"])
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +76,11 @@ def by_scaler(optimizer: AsyncOptimizer, scaler: GradScaler) -> None:
 ENDS = [by_boundary, by_submit, by_scaler]
 
 
-def with_async_optimizer(end: Any, compiled: bool, mode: str, offload: str) -> list[Tensor]:
+def with_async_optimizer(end: Any, compiled: bool, mode: str) -> list[Tensor]:
     model, scaler = net(), GradScaler("cpu", init_scale=64.0)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     ours = None if end is by_scaler else scaler
-    with AsyncOptimizer(inner, model, scaler=ours, mode=mode, offload=offload) as optimizer:
+    with AsyncOptimizer(inner, model, scaler=ours, step_mode=mode) as optimizer:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
         def one_step(x: Tensor) -> Tensor:
@@ -103,20 +96,16 @@ def with_async_optimizer(end: Any, compiled: bool, mode: str, offload: str) -> l
 
 @each_mode
 @pytest.mark.parametrize("end", ENDS)
-def test_of_an_async_optimizer(end: Any, mode: str, offload: str) -> None:
-    if end is by_submit and mode == "delayed":
-        pytest.skip("compiled, the first late window reads the newest parameters")
-    assert_same(
-        with_async_optimizer(end, True, mode, offload),
-        with_async_optimizer(end, False, mode, offload),
-    )
+def test_of_an_async_optimizer(end: Any, mode: str) -> None:
+    found, expected = (with_async_optimizer(end, compiled, mode) for compiled in (True, False))
+    assert_same(found, expected)
 
 
-def with_accelerator(compiled: bool, mode: str, offload: str) -> list[Tensor]:
+def with_accelerator(compiled: bool, mode: str) -> list[Tensor]:
     reset()
     accelerator: Any = attach(
         Accelerator(cpu=True, mixed_precision="fp16"),
-        {"step_mode": mode, "offload": offload, "init_scale": 64.0},
+        {"step_mode": mode, "init_scale": 64.0},
     )
     model: Any = net()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -139,5 +128,5 @@ def with_accelerator(compiled: bool, mode: str, offload: str) -> list[Tensor]:
 
 
 @each_mode
-def test_of_an_accelerator(mode: str, offload: str) -> None:
-    assert_same(with_accelerator(True, mode, offload), with_accelerator(False, mode, offload))
+def test_of_an_accelerator(mode: str) -> None:
+    assert_same(with_accelerator(True, mode), with_accelerator(False, mode))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import take_turns
 from support import same
 from telemetry_runs import attached
 from torch import nn
@@ -20,7 +19,7 @@ from accel_scaler import UnsupportedError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOWS, WITHOUT_GRADIENTS = 8, 4
-MODES = {"sync": "", "overlap": "", "auto": "IIBBIBIIB", "auto, beside first": "BIBBIIBBI"}
+MODES = ["sync", "overlap"]
 Event = Callable[[Any, dict[str, Any], int], None]
 """Changes an optimizer at the start of a window; may keep something."""
 
@@ -58,13 +57,11 @@ def both(mode: str, made: Any, event: Event, setup: Any = None, skips: int = -1)
     reference = made(plain)
     setup(reference)
     expected = train(plain, reference, event, torch.Tensor.backward, skips)
-    with attached(step_mode=mode.partition(",")[0], precision="no") as accelerator:
+    with attached(step_mode=mode, precision="no") as accelerator:
         ours = model_of()
         inner = made(ours)
         setup(inner)
         model, optimizer = accelerator.prepare(ours, inner)
-        if MODES[mode]:
-            take_turns(optimizer, MODES[mode])
         found = train(model, optimizer, event, accelerator.backward, skips)
         return found, expected
 
@@ -159,7 +156,7 @@ def state_is_replaced(optimizer: Any, kept: dict[str, Any], window: int) -> None
 
 
 def state_is_read(optimizer: Any, kept: dict[str, Any], window: int) -> None:
-    """Which is a fence, in ``delayed`` too."""
+    """Which is a fence."""
     if window in (3, 5):
         assert optimizer.state
 
@@ -207,7 +204,7 @@ def test_state_that_is_moved_away_is_freed(event: Event, mode: str, made: Any) -
 
 
 @pytest.mark.parametrize("made", [adamw, in_python, momentum])
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_state_of_masters_that_is_moved_away_is_freed(precision: str, mode: str, made: Any) -> None:
     def run(event: Event) -> Any:
@@ -268,8 +265,8 @@ def test_a_hook_before_loading_sees_what_it_sees_in_torch(mode: str) -> None:
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_hook_after_loading_sees_the_state(offload: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hook_after_loading_sees_the_state(mode: str) -> None:
     def clears(optimizer: Any) -> None:
         for entry in optimizer.state.values():
             entry["exp_avg"].zero_()
@@ -285,8 +282,7 @@ def test_a_hook_after_loading_sees_the_state(offload: str) -> None:
     reference = adamw(plain)
     reference.register_load_state_dict_post_hook(clears)
     expected = run(plain, reference, torch.Tensor.backward)
-    settings = {"step_mode": "overlap", "offload": offload}
-    with attached(precision="no", **settings) as accelerator:
+    with attached(precision="no", step_mode=mode) as accelerator:
         ours = model_of()
         inner = adamw(ours)
         inner.register_load_state_dict_post_hook(clears)
@@ -295,8 +291,8 @@ def test_a_hook_after_loading_sees_the_state(offload: str) -> None:
 
 
 def test_a_hook_that_would_not_see_the_state_is_refused_before_it_is_loaded() -> None:
-    with attached(step_mode="sync", offload="cpu", precision="no") as accelerator:
-        ours = model_of()
+    with attached(precision="bf16", master_weights="fp32") as accelerator:
+        ours = model_of().to(torch.bfloat16)
         inner = adamw(ours)
         model, optimizer = accelerator.prepare(ours, inner)
         train(model, optimizer, nothing, accelerator.backward, skips=-1)
@@ -307,32 +303,6 @@ def test_a_hook_that_would_not_see_the_state_is_refused_before_it_is_loaded() ->
         assert same(optimizer.state_dict(), saved)
         handle.remove()
         optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("is_late", [True, False])
-def test_a_hook_that_does_nothing_moves_nothing_in_delayed(is_late: bool) -> None:
-    """In a window without gradients, either."""
-
-    def losses(hook: Any) -> list[float]:
-        compensation = "none" if is_late else "preview"
-        with attached(
-            step_mode="delayed", delay_compensation=compensation, precision="no"
-        ) as accelerator:
-            ours = model_of()
-            inner = adamw(ours)
-            if hook is not None:
-                inner.register_step_post_hook(hook)
-            model, optimizer = accelerator.prepare(ours, inner)
-            found = []
-
-            def backward(loss: torch.Tensor) -> None:
-                found.append(loss.item())
-                accelerator.backward(loss)
-
-            train(model, optimizer, nothing, backward, skips=WITHOUT_GRADIENTS)
-            return found
-
-    assert losses(lambda *_: None) == losses(None)
 
 
 def decays(optimizer: Any, *_: Any) -> None:
@@ -390,6 +360,6 @@ def test_sparse_momentum(mode: str) -> None:
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     expected = run(*made(), torch.Tensor.backward)
-    with attached(step_mode=mode.partition(",")[0], precision="no") as accelerator:
+    with attached(step_mode=mode, precision="no") as accelerator:
         model, optimizer = accelerator.prepare(*made())
         assert same(run(model, optimizer, accelerator.backward), expected)

@@ -25,11 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
 }
-MODES: list[dict[str, Any]] = [{}, {"step_mode": "overlap"}, {"fold_unscale": True}]
-ASYNC: list[dict[str, Any]] = [
-    {"step_mode": "overlap", "offload": "cpu"},
-    {"step_mode": "delayed", "delay_warmup_steps": 100},
-]
+MODES: list[dict[str, Any]] = [{}, {"step_mode": "overlap"}]
 
 
 class Outcome(NamedTuple):
@@ -109,39 +105,37 @@ def assert_equal(ours: Outcome, other: Outcome) -> None:
     assert ours.lr == other.lr
 
 
-CLIPS: list[Any] = [
-    None,
-    ("clip_grad_norm_", (0.05,)),
-    ("clip_grad_norm_", (0.05, 1.0)),
-    ("clip_grad_value_", (0.01,)),
-]
-
-
 @PRECISIONS
 @pytest.mark.parametrize("settings", MODES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
+@pytest.mark.parametrize(
+    ("accumulation", "clip"),
+    [
+        (1, None),
+        (2, ("clip_grad_norm_", (0.05,))),
+        (1, ("clip_grad_norm_", (0.05, 1.0))),
+        (2, ("clip_grad_value_", (0.01,))),
+    ],
+    ids=str,
+)
 def test_finite_windows_are_stocks(
     precision: str, settings: dict[str, Any], dtype: torch.dtype, accumulation: int, clip: Any
 ) -> None:
     for kind in OPTIMIZERS:
         given: Any = {"kind": kind, "dtype": dtype, "accumulation": accumulation, "clip": clip}
         ours, stock = train(precision, settings, **given), train(precision, None, **given)
-        if settings.get("fold_unscale") and kind == "adamw" and clip is not None:
-            torch.testing.assert_close(ours.weights, stock.weights)  # one rounding a clip
-            continue
         assert_equal(ours, stock)
         assert ours.norms == stock.norms
-        assert settings.get("fold_unscale") or same(ours.grads, stock.grads)
+        assert same(ours.grads, stock.grads)
         assert [r.skipped for r in ours.records] == [False] * 8
         assert {r.scale for r in ours.records} == {1.0}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "no", "fp16"])
-@pytest.mark.parametrize("settings", [*MODES, *ASYNC], ids=str)
-@pytest.mark.parametrize("clip", [None, ("clip_grad_norm_", (0.05,))], ids=str)
-@pytest.mark.parametrize("limit", [40.0, "8x"])
+@pytest.mark.parametrize("settings", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("limit", "clip"), [("8x", None), (40.0, ("clip_grad_norm_", (0.05,)))], ids=str
+)
 def test_a_spike_is_skipped(
     precision: str, settings: dict[str, Any], clip: Any, limit: float | str
 ) -> None:
@@ -275,7 +269,7 @@ def group_after_the_clip(accelerator: Any, model: Any, optimizer: Any, x: Tensor
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("settings", [{}, {"step_mode": "overlap"}], ids=str)
+@pytest.mark.parametrize("settings", MODES, ids=str)
 @pytest.mark.parametrize(
     "step",
     [
@@ -311,9 +305,7 @@ def test_a_stranger_that_is_not_finite_skips_the_step(loop: Any) -> None:
 
 
 @pytest.mark.parametrize("is_plain", [True, False])
-@pytest.mark.parametrize(
-    "settings", [{}, {"step_mode": "overlap"}, {"fold_unscale": True}], ids=str
-)
+@pytest.mark.parametrize("settings", MODES, ids=str)
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
 def test_a_batch_that_the_loop_drops_says_nothing_of_the_next(
     loop: Any, is_plain: bool, settings: dict[str, Any], clip: str

@@ -33,11 +33,7 @@ from accel_scaler.devices import device_name
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
-TWO_MODES = pytest.mark.parametrize(
-    "mode", [{}, {"step_mode": "overlap", "offload": "cpu"}], ids=["inline", "beside"]
-)
-"""What a record says is told by the boundary; who steps tells when the update ran."""
+EACH_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
 OVERFLOWS = (0, 3, 4)
 WINDOWS = 8
 
@@ -77,7 +73,7 @@ def train(
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-@ALL_MODES
+@EACH_MODE
 def test_every_window_is_what_plain_torch_says(
     tmp_path: Path, mode: dict[str, Any], accumulation: int
 ) -> None:
@@ -116,8 +112,7 @@ def test_the_start_says_what_runs_with_which_settings(tmp_path: Path) -> None:
         *(0, 1, "cpu", "fp16", torch.__version__, platform.python_version())
     ]
     assert start["device_name"] == device_name(torch.device("cpu"))
-    changed = {"min_scale", "step_mode", "init_scale", "optimizer_threads"}
-    assert set(start["changed"]) == changed
+    assert set(start["changed"]) == {"min_scale", "step_mode", "init_scale"}
     assert start["settings"]["min_scale"] == 0.5
     assert start["settings"]["step_mode"] == "overlap"
     assert start["settings"].keys() == ScalerConfig.__dataclass_fields__.keys()
@@ -148,7 +143,7 @@ def one_window(path: Path, clip: Clip, **mode: Any) -> tuple[Any, Any]:
     return line, expected
 
 
-@TWO_MODES
+@EACH_MODE
 def test_what_a_clip_leaves_on_record(tmp_path: Path, mode: dict[str, Any]) -> None:
     for name in ("none", "value"):
         line, expected = one_window(tmp_path / name, CLIPS[name], **mode)
@@ -174,7 +169,7 @@ def test_what_a_clip_leaves_on_record(tmp_path: Path, mode: dict[str, Any]) -> N
     assert line["clip_coefficient"] == pytest.approx(0.1 / expected["grad_norm"], rel=1e-3)
 
 
-@TWO_MODES
+@EACH_MODE
 def test_two_optimizers_in_one_window_are_one_record(tmp_path: Path, mode: dict[str, Any]) -> None:
     path = tmp_path / "run.jsonl"
     with attached(path, **mode) as accelerator:
@@ -215,7 +210,7 @@ def test_two_optimizers_in_one_window_are_one_record(tmp_path: Path, mode: dict[
 # What the update took, and who waited for it.
 
 
-@TWO_MODES
+@EACH_MODE
 def test_the_times_of_an_update_are_those_of_its_mode(tmp_path: Path, mode: dict[str, Any]) -> None:
     path = tmp_path / "run.jsonl"
     with attached(path, accumulation=2, **mode) as accelerator:
@@ -231,11 +226,10 @@ def test_the_times_of_an_update_are_those_of_its_mode(tmp_path: Path, mode: dict
                 assert line["waited_us"] == line["optimizer_us"]
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_a_wait_for_the_update_is_on_record(tmp_path: Path, offload: str) -> None:
+def test_a_wait_for_the_update_is_on_record(tmp_path: Path) -> None:
     """A part of the update runs when somebody waits for it, so the next forward has to."""
     path = tmp_path / "run.jsonl"
-    with lazy(), attached(path, step_mode="overlap", offload=offload) as accelerator:
+    with lazy(), attached(path, step_mode="overlap") as accelerator:
         train(accelerator, windows=5, overflows=())
     for line in windows_of(path)[:-1]:
         assert 0 < line["waited_us"] <= line["optimizer_us"]

@@ -23,10 +23,10 @@ STEPS = 8
 
 def config(path: Path | None = None, **more: Any) -> ScalerConfig:
     telemetry = None if path is None else str(path)
-    return ScalerConfig(**CONFIG.changed(), telemetry=telemetry, optimizer_threads=1, **more)
+    return ScalerConfig(**CONFIG.changed(), telemetry=telemetry, **more)
 
 
-@pytest.mark.parametrize("step_mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("step_mode", ["sync", "overlap"])
 def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mode: Any) -> None:
     path, ends = tmp_path / "run.jsonl", []
     for telemetry in (None, path):
@@ -140,7 +140,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_of_a_loop_they_stand_at_the_loops_own_steps(mode: str, tmp_path: Path) -> None:
     reset()
     accelerator: Any = Accelerator(

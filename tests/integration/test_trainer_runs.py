@@ -1,5 +1,5 @@
 """A Trainer with one more line: real runs, bit for bit those of torch's scaler done right, and in
-``overlap`` and with offload the synchronous one."""
+``overlap`` the synchronous one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainer_support import (
 from transformers import Trainer, TrainingArguments
 from versions import release
 
-from accel_scaler import GradScaler, ScalerConfig, attach, detach
+from accel_scaler import GradScaler, attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ def assert_same(ours: tuple[Any, Recorder], theirs: tuple[Any, Recorder]) -> Non
     assert torch.equal(weights(ours[0].model), weights(theirs[0].model))
 
 
-@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}, {"step_mode": "delayed"}])
+@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}])
 @pytest.mark.parametrize("kind", ["", "a loss of its own", "sft"])
 def test_a_run_that_makes_windows_again_equals_one_in_which_nothing_overflows(
     kind: str, mode: dict[str, Any], tmp_path: Path
@@ -165,13 +165,7 @@ def test_training_twice_attached_equals_training_twice_stock(tmp_path: Path) -> 
 
 
 # Beside the synchronous run, with the laziest optimizer thread there can be (``lazy``).
-# ``delayed`` and float16 weights, beside a plain loop: test_grpo.py.
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "overlap": {"step_mode": "overlap"},
-    "overlap offload": {"step_mode": "overlap", "offload": "cpu"},
-}
+# Float16 weights, beside a plain loop: test_grpo.py.
 
 
 def outcome(trainer: Any, recorder: Recorder) -> dict[str, Any]:
@@ -198,10 +192,9 @@ def run(
 ) -> dict[str, Any]:
     """One attached training from start to end."""
     trainer, recorder = make(path, overflows, model=model, **kwargs)
-    settings = {"init_scale": 1024.0, "growth_interval": 3, "optimizer_threads": 1}
     with nullcontext() if mode == "sync" else async_support.lazy():
         try:
-            attach(trainer, ScalerConfig(**(settings | MODES[mode])))
+            attach(trainer, init_scale=1024.0, growth_interval=3, step_mode=mode)
             train(trainer, resume_from_checkpoint=None if resume is None else str(resume))
             return outcome(trainer, recorder)
         finally:
@@ -221,15 +214,14 @@ def test_a_whole_run_equals_the_synchronous_one(tmp_path: Path, optim: str) -> N
         "greater_is_better": True,  # so that the best is the first, not the last
     }
     sync = run(tmp_path / "sync", "sync", **whole)
-    for mode in ("overlap", "overlap offload"):
-        async_support.assert_same(run(tmp_path / mode, mode, **whole), sync, mode)
-        for step in (2, 6):
-            for name in ("model.safetensors", "optimizer.pt", "scaler.pt", "scheduler.pt"):
-                mine, other = (
-                    tmp_path / run_name / f"checkpoint-{step}" / name for run_name in (mode, "sync")
-                )
-                load = load_file if name.endswith("safetensors") else torch.load
-                async_support.assert_same(load(mine), load(other), f"{mode} {step} {name}")
+    async_support.assert_same(run(tmp_path / "overlap", "overlap", **whole), sync)
+    for step in (2, 6):
+        for name in ("model.safetensors", "optimizer.pt", "scaler.pt", "scheduler.pt"):
+            mine, other = (
+                tmp_path / mode / f"checkpoint-{step}" / name for mode in ("overlap", "sync")
+            )
+            load = load_file if name.endswith("safetensors") else torch.load
+            async_support.assert_same(load(mine), load(other), f"{step} {name}")
     # The reference did what the test is about.
     assert [i for i, skipped in enumerate(sync["skipped"]) if skipped] == SKIPPED
     losses = [entry for entry in sync["logs"] if "loss" in entry]
@@ -241,9 +233,7 @@ def test_a_whole_run_equals_the_synchronous_one(tmp_path: Path, optim: str) -> N
     assert not torch.equal(first["transformer.ln_f.weight"], last["transformer.ln_f.weight"])
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("sync", "overlap"), ("overlap", "sync"), ("overlap", "overlap offload")]
-)
+@pytest.mark.parametrize(("before", "after"), [("sync", "overlap"), ("overlap", "sync")])
 def test_one_mode_resumes_from_anothers_checkpoint(tmp_path: Path, before: str, after: str) -> None:
     """Half the run in one mode, half in another: the whole run in sync."""
     saved = {"save_strategy": "steps", "save_steps": 4}
@@ -264,11 +254,11 @@ def test_one_mode_resumes_from_anothers_checkpoint(tmp_path: Path, before: str, 
 
 
 def test_trls_trainer_in_its_default_precision_bf16_equals_stock(tmp_path: Path) -> None:
-    """Losses, norms, rates and weights; in ``delayed`` it trains, one step late."""
+    """Losses, norms, rates and weights."""
     pytest.importorskip("datasets")
     pytest.importorskip("trl")
 
-    def trained(attached: bool, settings: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def trained(mode: str) -> tuple[Any, list[Any]]:
         reset()
         made = sft_trainer(
             gpt2(),
@@ -277,15 +267,12 @@ def test_trls_trainer_in_its_default_precision_bf16_equals_stock(tmp_path: Path)
             **{"save_strategy": "no", "learning_rate": 1e-2, "max_grad_norm": 0.5},
         )
         assert made.accelerator.mixed_precision == "bf16"
-        train(attach(made, **settings) if attached else made)
+        train(attach(made, step_mode=mode) if mode else made)
         return weights(made.model), logs(made)
 
-    stock, seen = trained(False, {})
+    stock, seen = trained("")
     assert len([entry for entry in seen if entry.get("grad_norm", 0.0) > 0.5]) == 5
-    for mode, settings in MODES.items():
-        found = trained(True, settings)
+    for mode in ("sync", "overlap"):
+        found = trained(mode)
         assert found[1] == seen, mode
         assert torch.equal(found[0], stock), mode
-    late, told = trained(True, {"step_mode": "delayed"})
-    assert told[0] == seen[0]
-    assert 0 < (late - stock).norm() < 0.5 * (late - weights(gpt2())).norm()

@@ -14,7 +14,7 @@ from async_support import assert_same
 from boundary_support import ours
 from support import mlp, reset, stock, stock_fp16_on_cpu, weights
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from accel_scaler import ScalerConfig, attach
 
@@ -116,31 +116,9 @@ def test_equals_the_stock_loop(make: Any, clip: Clip, accumulation: int, scale: 
     assert len(set(mine["scales"])) >= 3
 
 
-FUSED: dict[str, Callable[..., Optimizer]] = {
-    "adamw": lambda params: AdamW(params, lr=0.1, fused=True),
-    "adam": lambda params: Adam(params, lr=0.1, amsgrad=True, fused=True),
-    "sgd": lambda params: SGD(params, lr=0.1, momentum=0.9, fused=True),
-}
-
-
-def folding(**kwargs: Any) -> Any:
-    return ours(ScalerConfig(fold_unscale=True), **kwargs)
-
-
-@pytest.mark.parametrize("clip", [None, CLIPS["clip inactive"], CLIPS["norm 1"], CLIPS["value"]])
-@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED.keys())
-def test_folding_is_exact_unless_it_clips(make: Any, clip: Clip) -> None:
-    """Only the clip of a 2-norm is folded; a coefficient of 1 leaves a power of two."""
-    assert_equals(train(folding, make, clip), train(ours, make, clip))
-    calm: dict[str, Any] = {"overflows": (), "scale": {"init_scale": 64.0, "growth_interval": 2}}
-    mine, theirs = (train(build, make, clip, **calm) for build in (ours, stock))
-    assert_equals(mine, theirs)  # after an overflow stock is wrong, fault F1
-
-
-@pytest.mark.parametrize("fold", [False, True], ids=["plain", "folded"])
-def test_one_rounding_at_most(fold: bool) -> None:
+def test_one_rounding_at_most() -> None:
     """A single clipped step of SGD, element by element."""
-    accelerator = ours(ScalerConfig(fold_unscale=fold))
+    accelerator = ours()
     plain = mlp()
     model, optimizer = accelerator.prepare(plain, SGD(plain.parameters(), lr=1.0, fused=True))
     x, y = batch(0)

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 INF = float("inf")
 SCALE = 1024.0
-MODES = ["sync", "overlap", "delayed"]
 
 
 def loss_of(model: nn.Module, step: int, factor: float = 1.0) -> Tensor:
@@ -37,32 +36,26 @@ def loss_of(model: nn.Module, step: int, factor: float = 1.0) -> Tensor:
 def attached(mode: str = "sync", init_scale: float = SCALE, **settings: Any) -> Any:
     return attach(
         Accelerator(cpu=True, mixed_precision="fp16"),
-        ScalerConfig(init_scale=init_scale, step_mode=mode, optimizer_threads=1, **settings),  # type: ignore[arg-type]
+        ScalerConfig(init_scale=init_scale, step_mode=mode, **settings),  # type: ignore[arg-type]
     )
 
 
 class Loop:
     """A model with its scaler and optimizer, by hand or under Accelerate."""
 
-    def __init__(self, face: str, mode: str, offload: str, **settings: Any) -> None:
+    def __init__(self, face: str, mode: str) -> None:
         self.model: Any = mlp()
         self.inner = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.accelerator: Any = None
         if face == "accelerate":
-            self.accelerator = attached(mode, offload=offload, **settings)
+            self.accelerator = attached(mode)
             self.accelerator.native_amp = False  # the numbers of float32: only scaling is meant
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.inner)
             self.scaler = self.accelerator.scaler
         else:
             self.scaler = GradScaler("cpu", init_scale=SCALE)
             self.optimizer = AsyncOptimizer(
-                self.inner,
-                self.model,
-                scaler=self.scaler,
-                mode=mode,
-                offload=offload,
-                optimizer_threads=1,
-                **settings,
+                self.inner, self.model, scaler=self.scaler, step_mode=mode
             )
 
     @property
@@ -89,8 +82,8 @@ class Loop:
 
 
 @contextmanager
-def loop(face: str, mode: str, offload: str = "none", **settings: Any) -> Iterator[Loop]:
-    made = Loop(face, mode, offload, **settings)
+def loop(face: str, mode: str) -> Iterator[Loop]:
+    made = Loop(face, mode)
     try:
         yield made
         made.optimizer.synchronize()
@@ -100,6 +93,7 @@ def loop(face: str, mode: str, offload: str = "none", **settings: Any) -> Iterat
 
 
 faces = pytest.mark.parametrize("face", ["accelerate", "by hand"])
+modes = pytest.mark.parametrize("mode", ["sync", "overlap"])
 
 
 class Plain:
@@ -182,7 +176,7 @@ AFTER_A_CLIP: dict[str, tuple[Callable[[Loop], Any], str]] = {
 
 
 @faces
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@modes
 @pytest.mark.parametrize("name", AFTER_A_CLIP)
 def test_scaled_gradients_are_not_added_to_unscaled_ones(face: str, mode: str, name: str) -> None:
     act, match = AFTER_A_CLIP[name]
@@ -204,7 +198,7 @@ def test_scaled_gradients_are_not_added_to_unscaled_ones(face: str, mode: str, n
 
 
 @faces
-@pytest.mark.parametrize("mode", MODES)
+@modes
 @pytest.mark.parametrize("change", [GradScaler.backoff, load_scale, lambda s: s.update(64.0)])
 def test_what_is_scaled_still_is_brought_to_a_new_scale(face: str, mode: str, change: Any) -> None:
     """It is added to, and stepped, at that one."""
@@ -212,7 +206,7 @@ def test_what_is_scaled_still_is_brought_to_a_new_scale(face: str, mode: str, ch
     for step in range(2):
         loss_of(reference.model, step).backward()
     reference.inner.step()
-    with loop(face, mode, delay_warmup_steps=99) as ours:
+    with loop(face, mode) as ours:
         ours.backward(0)
         change(ours.scaler)
         assert ours.scaler.get_scale() < SCALE
@@ -242,14 +236,14 @@ def step_unscaled(ours: Loop) -> None:
 def gradients_of_before(ours: Loop) -> None:
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
-    own = AsyncOptimizer(SGD([p], lr=0.1), scaler=ours.scaler, optimizer_threads=1)
+    own = AsyncOptimizer(SGD([p], lr=0.1), scaler=ours.scaler)
     with own:
         ours.scaler.scale(p.sum()).backward()
         own.step()
 
 
 @faces
-@pytest.mark.parametrize("mode", MODES)
+@modes
 @pytest.mark.parametrize(
     ("act", "match"),
     [
@@ -264,7 +258,7 @@ def test_an_order_that_is_refused(face: str, mode: str, act: Any, match: str) ->
         act(ours)
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@modes
 @pytest.mark.parametrize("zeroed", ["in the window", "before it is given up", "after that"])
 def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(
     mode: str, zeroed: str
@@ -292,30 +286,10 @@ def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(
     close_all("accelerate", scaler, ours, clipper)
 
 
-@pytest.mark.parametrize("clip", ["norm", "value"])
-@pytest.mark.parametrize("masters_last", [False, True])
-def test_a_clip_of_a_parameter_shared_with_an_optimizer_that_has_masters(
-    clip: str, masters_last: bool
-) -> None:
-    """It would be unscaled twice."""
-    accelerator = attached()
-    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    shared, own = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    for p in (own, half) if masters_last else (half, own):
-        accelerator.prepare(SGD([p, shared], lr=0.125))
-    every = [half, shared, own]
-    accelerator.backward((half.float() + shared + own).sum())
-    call = accelerator.clip_grad_norm_ if clip == "norm" else accelerator.clip_grad_value_
-    with pytest.raises(OrderError, match="shares 1 parameters with another"):
-        call(every, 1e6)
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-
-
 # Several optimizers, several faces, one scaler.
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@modes
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("clip", ["accelerator", "optimizer", "nobody"])
 def test_an_async_optimizer_with_the_accelerators_scaler(
@@ -326,7 +300,7 @@ def test_an_async_optimizer_with_the_accelerators_scaler(
     accelerator.native_amp = False
     model = mlp()
     inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    ours = AsyncOptimizer(inner, model, scaler=accelerator.scaler, mode=mode, optimizer_threads=1)
+    ours = AsyncOptimizer(inner, model, scaler=accelerator.scaler, step_mode=mode)
     with ours:
         model = accelerator.prepare(model)
         stepping: Any = accelerator.prepare(ours) if prepared else ours
@@ -353,14 +327,12 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("edit", CHANGES)
 @pytest.mark.parametrize("then", ["step", "clip", "submit"])
-@pytest.mark.parametrize("fold", [False, True], ids=["float16", "folded"])
-def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bool) -> None:
+def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str) -> None:
     """The update would scale it too. Reading it is free."""
-    model: Any = mlp() if fold else mlp().half()
+    model: Any = mlp().half()
     scaler = GradScaler("cpu", init_scale=SCALE)
-    inner: Any = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fold)
-    settings: Any = {"fold_unscale": fold, "optimizer_threads": 1}
-    with AsyncOptimizer(inner, model, scaler=scaler, **settings) as ours:
+    inner = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with AsyncOptimizer(inner, model, scaler=scaler) as ours:
         ends = {
             "step": ours.step,
             "clip": lambda: ours.clip_grad_norm_(0.005),
@@ -368,7 +340,7 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bo
         }
         for act in (Tensor.numpy, CHANGES[edit]):
             before = weights(model)
-            x = torch.ones(2, 8, dtype=model[0].weight.dtype)
+            x = torch.ones(2, 8, dtype=torch.float16)
             scaler.scale(model(x).float().mean()).backward()
             ours.clip_grad_norm_(0.01)
             act(model[0].weight.grad)
@@ -384,10 +356,10 @@ def test_a_change_of_what_stays_scaled_is_refused(edit: str, then: str, fold: bo
 
 
 @faces
-@pytest.mark.parametrize(("mode", "offload"), [("sync", "none"), ("overlap", "cpu")])
+@modes
 @pytest.mark.parametrize("clipped", [True, False])
 def test_a_hook_before_the_step_sees_unscaled_gradients(
-    face: str, mode: str, offload: str, clipped: bool
+    face: str, mode: str, clipped: bool
 ) -> None:
     """And what it changes is stepped."""
     seen: dict[str, list[Tensor]] = {"ours": [], "torch": []}
@@ -403,7 +375,7 @@ def test_a_hook_before_the_step_sees_unscaled_gradients(
 
     reference = Plain()
     handle = reference.inner.register_step_pre_hook(hook_of("torch"))
-    with loop(face, mode, offload, delay_warmup_steps=99) as ours:
+    with loop(face, mode) as ours:
         ours.inner.register_step_pre_hook(hook_of("ours"))
         for step in range(3):
             reference.window(step, *([0.25] if clipped else []))
@@ -419,12 +391,12 @@ def test_a_hook_before_the_step_sees_unscaled_gradients(
     handle.remove()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
+@modes
 def test_a_hook_that_would_see_scaled_float16_gradients_is_refused(mode: Any) -> None:
     model = mlp().half()
     scaler = GradScaler("cpu", init_scale=SCALE)
     inner = SGD(model.parameters(), lr=0.1)
-    with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, optimizer_threads=1) as ours:
+    with AsyncOptimizer(inner, model, scaler=scaler, step_mode=mode) as ours:
         before = weights(model)
         handle = inner.register_step_pre_hook(lambda *_: None)
         scaler.scale(model(torch.ones(2, 8, dtype=torch.float16)).float().mean()).backward()
@@ -448,9 +420,7 @@ def several(
         ours = [accelerator.prepare(o) for o in inner]
         return accelerator.scaler, params, inner, ours, accelerator
     scaler = GradScaler("cpu", init_scale=SCALE)
-    ours = [
-        AsyncOptimizer(o, scaler=scaler, mode=mode, optimizer_threads=1, **settings) for o in inner
-    ]
+    ours = [AsyncOptimizer(o, scaler=scaler, step_mode=mode) for o in inner]
     return scaler, params, inner, ours, ours[0]
 
 
@@ -463,7 +433,7 @@ def close_all(face: str, scaler: Any, ours: list[Any], clipper: Any) -> None:
             each.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@modes
 def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
     """They stepped with unclipped gradients."""
     accelerator = attached(mode)
@@ -509,7 +479,7 @@ def test_gradients_that_a_script_drops_after_a_clip_are_a_skip_as_in_stock(
     detach(accelerator)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@modes
 def test_a_scheduler_sees_that_its_optimizer_has_stepped(mode: str) -> None:
     """torch's warns where it has not."""
     accelerator, p = attached(mode), nn.Parameter(torch.ones(3))
@@ -554,7 +524,7 @@ def test_a_spike_beside_an_overflow_is_one_overflow(order: tuple[int, int]) -> N
     close_all("accelerate", scaler, ours, clipper)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@modes
 @pytest.mark.parametrize("how", ["unscale_", "step"])
 @pytest.mark.parametrize("first", ["overflows", "lets the scale grow"])
 def test_by_hand_after_another_has_stepped(mode: str, how: str, first: str) -> None:
@@ -572,15 +542,14 @@ def test_by_hand_after_another_has_stepped(mode: str, how: str, first: str) -> N
         ours[1].synchronize()
     else:
         scaler.step(inner[1])
-    if how == "step" or mode != "delayed":
-        assert params[1].tolist() == [1.875] * 3
+    assert params[1].tolist() == [1.875] * 3
     assert scaler.get_scale() == (SCALE * 2 if grows else SCALE / 2)
     close_all("accelerate", scaler, ours, clipper)
     assert params[1].tolist() == [1.875] * 3
 
 
 @faces
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@modes
 @pytest.mark.parametrize("order", ["clip step own", "clip own step", "unscale clip step own"])
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str, bad: bool) -> None:
@@ -609,7 +578,7 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str, bad: bo
 
 
 @faces
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@modes
 @pytest.mark.parametrize(("masters", "bound"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_plain_optimizer_that_has_a_parameter_of_ours(
@@ -654,12 +623,11 @@ def test_a_shared_parameter_is_clipped_once_beside_one_that_stays_scaled() -> No
 
 
 @pytest.mark.parametrize("which", ["each", "all", "twice", "first", "value", "none"])
-@pytest.mark.parametrize("fold", [False, True])
-def test_a_clip_of_a_shared_parameter(which: str, fold: bool) -> None:
+def test_a_clip_of_a_shared_parameter(which: str) -> None:
     """It was unscaled once for each owner."""
-    accelerator = attached(fold_unscale=fold)
+    accelerator = attached()
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    inner = [SGD([p, c], lr=0.125, momentum=0.5, fused=fold) for p in (a, b)]
+    inner = [SGD([p, c], lr=0.125, momentum=0.5) for p in (a, b)]
     ours = [accelerator.prepare(o) for o in inner]
     accelerator.backward((a + b + c).sum())
     if which == "value":

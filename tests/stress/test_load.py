@@ -124,7 +124,7 @@ def leak(window: Callable[[int], None], first: int, end: int) -> float:
     return found
 
 
-@pytest.mark.parametrize("variant", ["plain", "overlap+file", "delayed"])
+@pytest.mark.parametrize("variant", ["plain", "overlap+file"])
 def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
     variant: str, load: Any, tmp_path: Path, short_history: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +163,7 @@ def is_straight(low: int, middle: int, high: int) -> bool:
 
 
 @pytest.mark.parametrize("overflow", [False, True], ids=["step", "skip"])
-@pytest.mark.parametrize("variant", ["plain", "sync+file", "overlap", "delayed"])
+@pytest.mark.parametrize("variant", ["plain", "sync+file", "overlap"])
 def test_calls_grow_with_the_number_of_tensors_and_no_faster(
     variant: str, overflow: bool, load: Any, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on float16 weights in every step mode: the sampler draws with the newest
+"""TRL's GRPOTrainer on float16 weights in each step mode: the sampler draws with the newest
 parameters, a run is that of a plain torch loop with masters, a skip moves nothing.
 
 The worker updates nothing that nobody waits for (``lazy``).
@@ -19,7 +19,7 @@ pytest.importorskip("trl", minversion="1.0", reason="an older GRPOTrainer has ot
 
 from async_support import assert_same, lazy, values
 from datasets import Dataset
-from references import GROWTH_INTERVAL, INIT_SCALE, NEVER_STALE, Reference
+from references import GROWTH_INTERVAL, INIT_SCALE, Reference
 from support import stock_fp16_on_cpu
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -33,20 +33,11 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
-from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler import attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "sync offload": {"offload": "cpu"},
-    "overlap": {"step_mode": "overlap"},
-    "overlap offload": {"step_mode": "overlap", "offload": "cpu"},
-    "delayed": {"step_mode": "delayed", "delay_compensation": "preview"},
-    "delayed offload": {"step_mode": "delayed", "delay_compensation": "preview", "offload": "cpu"},
-}
-
-
+MODES = ["sync", "overlap"]
 LETTERS = "abcd"
 
 
@@ -151,11 +142,10 @@ def make(
 
 @contextmanager
 def attached(trainer: Any, mode: str, **more: Any) -> Iterator[Any]:
-    usual = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL, "optimizer_threads": 1}
-    config = ScalerConfig(**(MODES[mode] | usual | more))
+    usual = {"init_scale": INIT_SCALE, "growth_interval": GROWTH_INTERVAL, "step_mode": mode}
     with nullcontext() if mode == "sync" else lazy():
         try:
-            yield attach(trainer, config)
+            yield attach(trainer, **usual, **more)
         finally:
             detach(trainer)
 
@@ -189,12 +179,10 @@ def momentum(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 class ReferenceOptimizer(torch.optim.SGD):
     """What a Trainer steps in place of ours: :class:`references.Reference`, at the same rate."""
 
-    def __init__(
-        self, params: Iterable[Tensor], prompt: int = NEVER_STALE, compensation: str = "none"
-    ) -> None:
+    def __init__(self, params: Iterable[Tensor]) -> None:
         params = list(params)
         super().__init__(params, lr=0.1)
-        self.reference = Reference(params, momentum, prompt, compensation)
+        self.reference = Reference(params, momentum)
         self.skipped = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -220,27 +208,19 @@ class Verdicts(TrainerCallback):
         optimizer._is_overflow = optimizer.optimizer.skipped
 
 
-def run_plain(path: Path, mode: str, steps: int, overflows: Iterable[int]) -> dict[str, Any]:
-    """A stock GRPOTrainer around it. What is generated is drawn with the newest parameters."""
+def run_plain(path: Path, steps: int, overflows: Iterable[int]) -> dict[str, Any]:
+    """A stock GRPOTrainer around it."""
     model = llama(overflows=overflows)
-    compensation = MODES[mode].get("delay_compensation")
-    late = {"prompt": 0, "compensation": compensation} if compensation else {}
-    optimizer = ReferenceOptimizer(model.parameters(), **late)
+    optimizer = ReferenceOptimizer(model.parameters())
     trainer, sampler = make(path, model, optimizer, max_steps=steps, max_grad_norm=0.0)
     trainer.add_callback(Verdicts())
     reference = optimizer.reference
 
-    def exact(generate: Any) -> Any:
-        reference.publish()
-        return generate()
-
-    sampler.around = exact
     stock_fp16_on_cpu(trainer.accelerator).scaler = ReferenceScaler(reference)
     # The plain loop clips. With no limit Trainers do it all the same, and the norm of scaled
     # float16 gradients may be inf, by which they make them nan.
     trainer.accelerator.clip_grad_norm_ = lambda *_: torch.zeros(())
     trainer.train()
-    reference.publish()
     return {
         "drawn": sampler.drawn,
         "weights": values(model),
@@ -251,20 +231,18 @@ def run_plain(path: Path, mode: str, steps: int, overflows: Iterable[int]) -> di
     }
 
 
-@pytest.mark.parametrize(
-    ("mode", "steps"), [("overlap offload", 30), ("delayed", 30), ("sync", 20), ("overlap", 20)]
-)
-def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path, mode: str, steps: int) -> None:
+def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path) -> None:
     """What is drawn, losses, rates, weights, masters and momentum, bit for bit."""
-    overflows = (3, 11, 12, 60)
-    reference = run_plain(tmp_path / "plain", mode, steps, overflows)
-    trainer, sampler = make(tmp_path / "ours", llama(overflows=overflows), max_steps=steps)
-    trainer.optimizer = momentum(trainer.model.parameters())
-    with attached(trainer, mode):
-        trainer.train()
-        ours = outcome(trainer, sampler)
-    assert_same(ours, reference)
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.float16}
+    steps, overflows = 16, (3, 11, 12)
+    reference = run_plain(tmp_path / "plain", steps, overflows)
+    for mode in MODES:
+        trainer, sampler = make(tmp_path / mode, llama(overflows=overflows), max_steps=steps)
+        trainer.optimizer = momentum(trainer.model.parameters())
+        with attached(trainer, mode):
+            trainer.train()
+            ours = outcome(trainer, sampler)
+        assert_same(ours, reference)
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float16}
     assert len(reference["losses"]) == steps
     assert reference["rates"][3] == reference["rates"][4] != reference["rates"][5]
     drawn = reference["drawn"]
@@ -304,7 +282,6 @@ def test_no_rollout_is_lost(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_sampler_draws_with_the_newest(tmp_path: Path, mode: str) -> None:
-    """In ``delayed``, too."""
     trainer, sampler = make(tmp_path, llama())
     trainer.optimizer = momentum(trainer.model.parameters())
     newest: list[list[Tensor]] = []
@@ -354,9 +331,8 @@ class Note(TrainerCallback):
             self.newest.append([m.half() for m in masters(self.trainer)])
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path, mode: str) -> None:
-    """And in ``overlap`` the run is what it is without."""
+def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path) -> None:
+    """And the run is what it is without."""
     found = []
     for sends in (True, False):
         trainer, sampler = make(tmp_path / str(sends), llama())
@@ -366,11 +342,10 @@ def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path, mode:
             trainer.weight_transfer = object()  # by which AsyncGRPOTrainer is known
             trainer.add_callback(callback)
             trainer.add_callback(note)
-        with attached(trainer, mode):
+        with attached(trainer, "overlap"):
             trainer.train()
             found.append(outcome(trainer, sampler))
         if sends:
             assert_same(callback.sent[:-1], note.newest)
             assert len(note.newest) == 7
-    if mode == "overlap":
-        assert_same(found[0], found[1])
+    assert_same(found[0], found[1])

@@ -539,8 +539,11 @@ class Player:
                 self.plain.zero_grad(number, to_none)
         self.seen[f"zeroed: {how}"] += 1
 
-    def by_hand(self, limit: float | None) -> Callable[[], None]:
-        """``scaler.unscale_``, torch's clip, ``scaler.step``."""
+    @operation(limit=(None, 0.125, 0.01), submitted=(False, True))
+    def by_hand(self, limit: float | None, submitted: bool) -> Any:
+        """``scaler.unscale_``, torch's clip and ``scaler.step``, here or given to ``submit()``."""
+        if self.attached or not self.may_end or self.clips or (self.low and not submitted):
+            return False
         optimizer, scaler = self.ours.optimizer, self.ours.scaler
 
         def clip(params: list[Tensor]) -> Any:
@@ -554,27 +557,17 @@ class Player:
 
         if limit is not None:
             self.plain.clip(self.plain.owned[0], clip, submitted=True)
-        return update
-
-    @operation(limit=(None, 0.125, 0.01))
-    def submit(self, limit: float | None) -> Any:
-        if self.attached or not self.may_end or self.clips:
-            return False
-        self.ours.optimizer.submit(self.by_hand(limit))
-        self.ours.scaler.update()
-        self.plain.step(0, submitted=True)
+        if submitted:
+            optimizer.submit(update)
+        else:
+            update()
+        scaler.update()
+        stepped = self.plain.step(0, submitted=submitted)
         self.plain.end_window()
-
-    @operation(limit=(None, 0.125))
-    def torch_loop(self, limit: float | None) -> Any:
-        if self.attached or not self.may_end or self.clips or self.low:
-            return False
-        self.by_hand(limit)()
-        self.ours.scaler.update()
-        stepped = self.plain.step(0)
-        self.same("whether it stepped", not self.ours.optimizer.step_was_skipped, stepped)
-        self.plain.end_window()
-        self.zero_grad("none")
+        self.seen["submitted"] += submitted
+        if not submitted:
+            self.same("whether it stepped", not optimizer.step_was_skipped, stepped)
+            self.zero_grad("none")
 
     @operation(number=range(6), lr=(0.03, 0.01, 0.05), inner=(False, True))
     def change_lr(self, number: int, lr: float, inner: bool) -> None:
@@ -957,10 +950,8 @@ def in_float32(entry: dict[str, Any]) -> dict[str, Any]:
 CHOICES["change_thread"] = {}
 """What comes after it runs on another thread; the one before has ended."""
 BESIDE_A_READER = {"backward", "off_boundary", "clip_norm", "clip_value", "step", "scheduler_step"}
-BOUNDARIES = ("step",) * 6 + ("submit", "submit", "torch_loop", "torch_loop")
-OTHERS = tuple(
-    name for name in CHOICES if name not in ("backward", "step", "submit", "torch_loop", "drop")
-)
+BOUNDARIES = ("step",) * 6 + ("by_hand",) * 4
+OTHERS = tuple(name for name in CHOICES if name not in ("backward", "step", "by_hand", "drop"))
 AFTERS = (*OTHERS, "state_dict", "read", "step", "freeze", "freeze")
 AFTERS = (*AFTERS, *["go_back"] * 3, *["train_in_stock"] * 4)
 BETWEEN = (*OTHERS, *["edit_gradient"] * 8, *["off_boundary"] * 4)

@@ -31,18 +31,11 @@ LEAST = 3
 """Each event happens so often: the histories went everywhere."""
 
 TRAINING = (
-    *(name for name in CHOICES if name not in ("torch_loop", "change_thread")),
+    *(name for name in CHOICES if name != "change_thread"),
     *("overflow", "several micro-batches", "stepped", "skipped", "failed", "growth"),
     *(f"zeroed: {how}" for how in ("none", "zeros", "model none", "model zeros", *IN_PLACE)),
-    *(
-        "records in a file",
-        "unfrozen",
-        "clipped in parts",
-        "written past autograd",
-        "sat out",
-        "brought to a new scale",
-    ),
-    *("backward in a thread", "to sync", "to overlap"),
+    *("records in a file", "unfrozen", "clipped in parts", "written past autograd", "sat out"),
+    *("brought to a new scale", "submitted", "backward in a thread", "to sync", "to overlap"),
     *("loaded by Accelerate", "saved inside a window", "attached", "raw"),
     *("precision fp16", "precision bf16", "precision no", "bfloat16 in place"),
     *("spike", "stepped on NaN", "run again", "not run again", "run again in vain"),
@@ -56,8 +49,8 @@ SCALER = (
     "replace raised AssertionError",
 )
 KINDS: dict[str, tuple[Kind, int, tuple[str, ...]]] = {
-    "training": (history_operations.KIND, 220, TRAINING),
-    "scaler": (history_scaler.KIND, 800, SCALER),
+    "training": (history_operations.KIND, 160, TRAINING),
+    "scaler": (history_scaler.KIND, 400, SCALER),
 }
 
 
@@ -93,6 +86,7 @@ BACKWARD: Call = ("backward", {"used": LAYERS, "bad": False})
 SOME: Call = ("backward", {"used": ("outer", "inner"), "bad": False})
 OVERFLOW: Call = ("backward", {"used": LAYERS, "bad": True})
 STEP: Call = ("step", {"zero": "none", "fails": None, "read_by": "synchronize"})
+SUBMIT: Call = ("by_hand", {"limit": 0.125, "submitted": True})
 STATES: Call = ("state_dict", {})
 BACK: Call = ("go_back", {"model_first": False})
 CLIP: Call = ("clip_norm", {"limit": 0.125, "kind": 2.0})
@@ -120,7 +114,7 @@ SHOWN: dict[str, list[Call]] = {
         *(("move", {"how": "apply", "which": 0}), STATES),
     ],
     "closed while a submitted function is due": [
-        *(BACKWARD, ("submit", {"limit": 0.125}), ("reopen", {"mode": "overlap"}))
+        *(BACKWARD, SUBMIT, ("reopen", {"mode": "overlap"}))
     ],
     "evaluated after the very first step": [*(BACKWARD, STEP, ("evaluate", {"training": True}))],
     "back to where nothing had been stepped": [
@@ -152,7 +146,7 @@ SHOWN: dict[str, list[Call]] = {
         ("unscale", {"how": "accelerator"}),
     ],
     "an overflow in torch's own loop": [
-        *(BACKWARD, STEP, OVERFLOW, ("torch_loop", {"limit": 0.125})),
+        *(BACKWARD, STEP, OVERFLOW, ("by_hand", {"limit": 0.125, "submitted": False})),
         ("read", {"which": 0, "how": "an operation"}),
     ],
     "saved, a model loaded after its optimizer": [
@@ -201,7 +195,7 @@ SHOWN: dict[str, list[Call]] = {
         *(("clip_norm", CLIP[1] | {"parts": ("", "outer")}), STEP, STATES),
     ],
     "a function beside a frozen parameter, saved": [
-        *(("freeze", {"part": "inner.weight"}), BACKWARD, ("submit", {"limit": 0.125}), STATES)
+        *(("freeze", {"part": "inner.weight"}), BACKWARD, SUBMIT, STATES)
     ],
     "a new group, then a window without gradients": [
         *(BACKWARD, STEP, ("add_group", {}), STEP, BACKWARD, STEP, STATES)

@@ -118,8 +118,9 @@ def handles_of(state: Any) -> list[Any]:
 
 
 def assert_freed(handles: list[Any]) -> None:
-    gc.collect()
     assert handles
+    if any(handle() is not None for handle in handles):
+        gc.collect()  # which takes long where many libraries are loaded
     assert sum(handle() is not None for handle in handles) == 0
 
 
@@ -156,7 +157,7 @@ def state_is_replaced(optimizer: Any, kept: dict[str, Any], window: int) -> None
 
 
 def state_is_read(optimizer: Any, kept: dict[str, Any], window: int) -> None:
-    """Which is a fence."""
+    """A read is a fence."""
     if window in (3, 5):
         assert optimizer.state
 
@@ -203,9 +204,8 @@ def test_state_that_is_moved_away_is_freed(event: Event, mode: str, made: Any) -
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("made", [adamw, in_python, momentum])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("made", [adamw, momentum])
+@pytest.mark.parametrize(("precision", "mode"), [("bf16", "sync"), ("fp16", "overlap")])
 def test_state_of_masters_that_is_moved_away_is_freed(precision: str, mode: str, made: Any) -> None:
     def run(event: Event) -> Any:
         settings = {"step_mode": mode, "master_weights": "fp32", "precision": precision}

@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer on float16 weights in each step mode: the sampler draws with the newest
-parameters, a run is that of a plain torch loop with masters, a skip moves nothing.
+"""TRL's GRPOTrainer on float16 weights in each step mode: a run, and what its sampler draws, is
+that of a plain torch loop with masters, and a skip moves nothing.
 
 The worker updates nothing that nobody waits for (``lazy``).
 """
@@ -7,7 +7,7 @@ The worker updates nothing that nobody waits for (``lazy``).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from accel_scaler import attach, detach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MODES = ["sync", "overlap"]
+MODES = ("sync", "overlap")
 LETTERS = "abcd"
 
 
@@ -73,40 +73,23 @@ def tokenizer() -> Any:
     )
 
 
-class Sampler:
-    """Notes, for each generation, what was drawn, and the parameters that it was drawn with."""
+class Reward:
+    """The share of the letter that was asked for; keeps what was drawn."""
 
     __name__ = "share"
 
     def __init__(self) -> None:
         self.drawn: list[list[list[int]]] = []
-        self.weights: list[list[Tensor]] = []
-        self.around: Callable[[Callable[[], Any]], Any] = lambda generate: generate()
 
     def __call__(self, prompts: Any, completion_ids: Any, **_: Any) -> list[float]:
-        """The reward: the share of the letter that was asked for."""
         self.drawn.append(completion_ids)
         asked = [3 + LETTERS.index(prompt[0]) for prompt in prompts]
         return [ids.count(one) / 4 for ids, one in zip(completion_ids, asked, strict=True)]
 
-    def watch(self, model: Any) -> None:
-        generate = model.generate
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            result = self.around(lambda: self._generate(generate, model, args, kwargs))
-            return result
-
-        model.generate = watched
-
-    def _generate(self, generate: Any, model: Any, args: Any, kwargs: Any) -> Any:
-        result = generate(*args, **kwargs)
-        self.weights.append(values(model))  # as the last token was drawn with
-        return result
-
 
 def make(
     path: Path, model: Any, optimizer: Any = None, **kwargs: Any
-) -> tuple[GRPOTrainer, Sampler]:
+) -> tuple[GRPOTrainer, Reward]:
     """A trainer, stock so far, of two prompts with four completions a step."""
     settings: dict[str, Any] = {
         "output_dir": str(path),
@@ -127,17 +110,16 @@ def make(
         "seed": 5,
     }
     set_seed(5)
-    sampler = Sampler()
+    reward = Reward()
     trainer = GRPOTrainer(
         model,
-        reward_funcs=sampler,
+        reward_funcs=reward,
         args=GRPOConfig(**(settings | kwargs)),
         train_dataset=Dataset.from_dict({"prompt": [f"{letter}:" for letter in LETTERS * 4]}),
         processing_class=tokenizer(),
         optimizers=(optimizer, None),
     )
-    sampler.watch(trainer.model)
-    return trainer, sampler
+    return trainer, reward
 
 
 @contextmanager
@@ -156,10 +138,10 @@ def masters(trainer: Any) -> list[Tensor]:
     return [state[i]["master"].clone() for i in range(len(state))]
 
 
-def outcome(trainer: Any, sampler: Sampler) -> dict[str, Any]:
+def outcome(trainer: Any, reward: Reward) -> dict[str, Any]:
     state = trainer.optimizer.state_dict()["state"]
     return {
-        "drawn": sampler.drawn,
+        "drawn": reward.drawn,
         "weights": [p.detach().clone() for p in trainer.model.parameters()],
         "momentum": [state[i]["momentum_buffer"].clone() for i in range(len(state))],
         "masters": masters(trainer),
@@ -212,17 +194,16 @@ def run_plain(path: Path, steps: int, overflows: Iterable[int]) -> dict[str, Any
     """A stock GRPOTrainer around it."""
     model = llama(overflows=overflows)
     optimizer = ReferenceOptimizer(model.parameters())
-    trainer, sampler = make(path, model, optimizer, max_steps=steps, max_grad_norm=0.0)
+    trainer, reward = make(path, model, optimizer, max_steps=steps, max_grad_norm=0.0)
     trainer.add_callback(Verdicts())
     reference = optimizer.reference
-
     stock_fp16_on_cpu(trainer.accelerator).scaler = ReferenceScaler(reference)
     # The plain loop clips. With no limit Trainers do it all the same, and the norm of scaled
     # float16 gradients may be inf, by which they make them nan.
     trainer.accelerator.clip_grad_norm_ = lambda *_: torch.zeros(())
     trainer.train()
     return {
-        "drawn": sampler.drawn,
+        "drawn": reward.drawn,
         "weights": values(model),
         "momentum": [entry["momentum_buffer"] for entry in reference.state()],
         "masters": [m.detach() for m in reference.masters],
@@ -236,11 +217,11 @@ def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path) -> None:
     steps, overflows = 16, (3, 11, 12)
     reference = run_plain(tmp_path / "plain", steps, overflows)
     for mode in MODES:
-        trainer, sampler = make(tmp_path / mode, llama(overflows=overflows), max_steps=steps)
+        trainer, reward = make(tmp_path / mode, llama(overflows=overflows), max_steps=steps)
         trainer.optimizer = momentum(trainer.model.parameters())
         with attached(trainer, mode):
             trainer.train()
-            ours = outcome(trainer, sampler)
+            ours = outcome(trainer, reward)
         assert_same(ours, reference)
         assert {p.dtype for p in trainer.model.parameters()} == {torch.float16}
     assert len(reference["losses"]) == steps
@@ -249,57 +230,28 @@ def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path) -> None:
     assert drawn[-1] != drawn[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_no_rollout_is_lost(tmp_path: Path, mode: str) -> None:
+def test_no_rollout_is_lost(tmp_path: Path) -> None:
     """With ``retry`` a run is one in which nothing overflows, metrics included."""
 
     def run(name: str, overflows: Iterable[int], **more: Any) -> Any:
-        trainer, sampler = make(tmp_path / name, llama(torch.float32, overflows), max_steps=6)
+        trainer, reward = make(tmp_path / name, llama(torch.float32, overflows), max_steps=6)
         trainer.optimizer = momentum(trainer.model.parameters())
         exact = {"fp32_modules": ["model", "lm_head"]}  # float16 has subnormal numbers
-        with attached(trainer, mode, **exact, **more):
+        with attached(trainer, "overlap", **exact, **more):
             trainer.train()
             metrics = [
                 {k: v for k, v in entry.items() if not ("time" in k or "scaler_" in k)}
                 for entry in trainer.state.log_history[:-1]
             ]
             records = list(trainer.accelerator.scaler_history.records)
-            return {
-                "drawn": sampler.drawn,
-                "weights": values(trainer.model),
-                "log": metrics,
-            }, records
+        found = {"drawn": reward.drawn, "weights": values(trainer.model), "log": metrics}
+        return found, records
 
     ours, records = run("ours", (1, 3), on_overflow="retry")
     theirs, plain = run("theirs", ())
     assert not any(r.skipped for r in (*records, *plain))
     assert records[1].scale < plain[1].scale
     assert_same(ours, theirs)
-
-
-# --- the sampler ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_sampler_draws_with_the_newest(tmp_path: Path, mode: str) -> None:
-    trainer, sampler = make(tmp_path, llama())
-    trainer.optimizer = momentum(trainer.model.parameters())
-    newest: list[list[Tensor]] = []
-
-    def note(generate: Any) -> Any:
-        result = generate()
-        if newest or trainer.state.global_step:  # masters are made by the first step
-            newest.append([m.half() for m in masters(trainer)])
-        else:
-            newest.append(values(trainer.model))
-        return result
-
-    sampler.around = note
-    with attached(trainer, mode):
-        trainer.train()
-    assert len(newest) == 8
-    assert_same(sampler.weights, newest)
-    assert not torch.equal(newest[-1][0], newest[0][0])
 
 
 # --- where nothing can wait -----------------------------------------------------------------------
@@ -332,10 +284,10 @@ class Note(TrainerCallback):
 
 
 def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path) -> None:
-    """And the run is what it is without."""
+    """And the run is the same as without a sender."""
     found = []
     for sends in (True, False):
-        trainer, sampler = make(tmp_path / str(sends), llama())
+        trainer, reward = make(tmp_path / str(sends), llama())
         trainer.optimizer = momentum(trainer.model.parameters())
         callback, note = SendOnAThread(), Note(trainer)
         if sends:
@@ -344,7 +296,7 @@ def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path) -> No
             trainer.add_callback(note)
         with attached(trainer, "overlap"):
             trainer.train()
-            found.append(outcome(trainer, sampler))
+            found.append(outcome(trainer, reward))
         if sends:
             assert_same(callback.sent[:-1], note.newest)
             assert len(note.newest) == 7

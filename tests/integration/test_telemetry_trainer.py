@@ -26,12 +26,11 @@ def config(path: Path | None = None, **more: Any) -> ScalerConfig:
     return ScalerConfig(**CONFIG.changed(), telemetry=telemetry, **more)
 
 
-@pytest.mark.parametrize("step_mode", ["sync", "overlap"])
-def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path, step_mode: Any) -> None:
+def test_a_run_has_a_window_a_step_and_the_same_numbers(tmp_path: Path) -> None:
     path, ends = tmp_path / "run.jsonl", []
     for telemetry in (None, path):
         trainer, recorder = make(tmp_path / "out", eval_strategy="steps", eval_steps=4)
-        attach(trainer, config(telemetry, step_mode=step_mode))
+        attach(trainer, config(telemetry, step_mode="overlap"))
         train(trainer)
         if telemetry:
             assert kinds_of(path).count("window") == trainer.state.global_step == STEPS
@@ -140,13 +139,12 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_of_a_loop_they_stand_at_the_loops_own_steps(mode: str, tmp_path: Path) -> None:
+def test_of_a_loop_they_stand_at_the_loops_own_steps(tmp_path: Path) -> None:
     reset()
     accelerator: Any = Accelerator(
         cpu=True, mixed_precision="fp16", log_with="tensorboard", project_dir=tmp_path
     )
-    attach(accelerator, step_mode=mode, init_scale=1024.0)
+    attach(accelerator, init_scale=1024.0)
     accelerator.init_trackers("run")
     plain = mlp()
     model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))

@@ -5,7 +5,6 @@ Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scal
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -476,21 +475,6 @@ def test_gradients_that_a_script_drops_after_a_clip_are_a_skip_as_in_stock(
     accelerator = attached(on_overflow=on_overflow)
     assert run(accelerator) == theirs
     assert [record.skipped for record in accelerator.scaler_history.records] == [True, False]
-    detach(accelerator)
-
-
-@modes
-def test_a_scheduler_sees_that_its_optimizer_has_stepped(mode: str) -> None:
-    """torch's warns where it has not."""
-    accelerator, p = attached(mode), nn.Parameter(torch.ones(3))
-    inner = SGD([p], lr=0.125, fused=True)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
-    optimizer = accelerator.prepare(inner)
-    accelerator.backward(p.sum())
-    optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        schedule.step()
     detach(accelerator)
 
 

@@ -102,8 +102,8 @@ class Player:
         self.seen, self.device, self.folder = seen, device, folder
         self.attached = setup.attached
         self.clips: list[str] = []
-        self.blown: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Whose gradient in this window has overflowed here, and would not at half the scale."""
+        self.blown = False
+        """A gradient of this window has overflowed, and would not if it were made again."""
         self.spoilt, self.versions = False, list[int]()
         """The window cannot be made again."""
         self.saved: Any = None
@@ -151,8 +151,7 @@ class Player:
         self.compare_gradients()
 
     def compare_gradients(self) -> None:
-        as_made = not (self.clips or self.blown)
-        for p, q in self.pairs if as_made else ():
+        for p, q in () if self.clips else self.pairs:
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
                 self.same("a gradient", p.grad.nan_to_num(7.0), q.grad.nan_to_num(7.0))
@@ -262,6 +261,7 @@ class Player:
             grads = [p.grad for p in self.plain.net.parameters()]
             self.spoilt = any(g is not None and bool(g.count_nonzero()) for g in grads)
             self.versions = [p._version for p in self.ours.net.parameters()]
+            self.blown = False
         self.count += 1
         aside = thread and self.attached and self.device == "cpu"
 
@@ -286,18 +286,14 @@ class Player:
 
     def blow(self, used: Sequence[str]) -> None:
         trained = (pair for name in used for pair in self.chosen(name) if pair[1].requires_grad)
-        for p, q in itertools.islice(trained, 1):
-            p.register_hook(partial(overflow_once, itertools.count()))  # type: ignore[no-untyped-call]
-            self.blown.append((p, q))
+        for each in next(trained, ()):
+            each.register_hook(partial(overflow_once, itertools.count()))
+            self.blown = True
 
     def settle(self) -> None:
         """A boundary is about to see what has overflowed."""
-        blown, self.blown = self.blown, []
         if not self.setup.retry or not self.is_open:
             return
-        for _, q in blown:
-            assert q.grad is not None
-            q.grad.fill_(INF)
         self.spoilt |= self.versions != [p._version for p in self.ours.net.parameters()]
         while any(q.grad is not None and not q.grad.isfinite().all() for _, q in self.pairs):
             self.seen["run again"] += not self.spoilt
@@ -316,7 +312,7 @@ class Player:
     def off_boundary(self, limit: float) -> Any:
         """Accelerate accumulates: clip, step and zero_grad do nothing yet; where nothing is scaled
         a clip clips, as stock's."""
-        if not self.attached or not self.is_open or self.clips or self.blown:
+        if not self.attached or not self.is_open or self.clips:
             return False
         accelerator, net = self.ours.accelerator, self.plain.net
         grads = {p: g for n in self.numbers for p, g in self.plain.unscaled(n).items()}
@@ -337,7 +333,7 @@ class Player:
     @operation(which=range(8), how=("in place", "data", "replaced", "dropped"))
     def edit_gradient(self, which: int, how: str) -> Any:
         p, q = self.pairs[which % len(self.pairs)]
-        if not self.is_open or self.clips or q.grad is None or self.blown:
+        if not self.is_open or self.clips or q.grad is None:
             return False
         if self.setup.retry and how in ("data", "dropped"):
             return False
@@ -434,7 +430,7 @@ class Player:
         self.plain.final, self.plain.norm, self.clips = {}, None, []
         self.plain.refused.clear()
         self.plain.losses.clear()
-        self.blown.clear()
+        self.blown = False
         self.spoilt |= not to_none
         return self.backward(used, bad=False)
 

@@ -10,7 +10,6 @@ CONSTRAINTS ?= constraints.txt
 TORCH := $(or $(shell grep '^torch==' $(CONSTRAINTS)),torch)
 WORKERS ?= 2
 MINUTES ?= 60
-SIMDEV ?=
 SIMULATED := out/simulated
 # Of random settings beside the CPU.
 RANDOM_RUNS ?= 500
@@ -24,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
-.PHONY: soak bench bench-guard bench-host bench-cpu bench-overlap bench-auto bench-telemetry bench-overflow bench-load bench-convergence bench-gpu
+.PHONY: soak bench bench-guard bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
 # want the cores a thread that spins keeps the one it waits for from running.
@@ -57,24 +56,21 @@ endif
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# SIMDEV names the folder of a simulated accelerator that reports races: the same tests on it, each
-# failing on a race, with light delays and with slow side streams; then random settings beside the
-# CPU, bit for bit.
+# The tests of a GPU on a simulated accelerator, each failing on a race; then random settings beside
+# the CPU, bit for bit. Its own tests come first, without delays.
 SIMULATE = PYTHONPATH=$(SIMULATED) OMP_NUM_THREADS=1 SIM_NAME=npu ACCELERATE_TORCH_DEVICE=npu:0
+ON_SIMULATED = $(BIN)/python -m pytest -p simdev.pytest_plugin
 
-test-simulated: $(SIMULATED)/.built
-	$(SIMULATE) SIM_DELAY=0.1,300,0.1,300 $(BIN)/python -m pytest -p simdev.pytest_plugin \
-		-n $(WORKERS) --dist load tests/gpu $(ARGS)
-	$(SIMULATE) SIM_DELAY=0.02,200,0.5,3000 $(BIN)/python -m pytest -p simdev.pytest_plugin \
-		-n $(WORKERS) --dist load tests/gpu $(ARGS)
+test-simulated: $(SIMULATED)/simdev/_C.so
+	$(SIMULATE) $(ON_SIMULATED) -q tests/simulated
+	$(SIMULATE) SIM_DELAY=0.1,300,0.3,2000 $(ON_SIMULATED) -n $(WORKERS) --dist load tests/gpu $(ARGS)
 	$(SIMULATE) $(BIN)/python -c "import simdev, runpy; \
 		runpy.run_path('tests/gpu/random_settings.py', run_name='__main__')" \
 		--runs $(RANDOM_RUNS) $(if $(SEED),--seed $(SEED))
 
-$(SIMULATED)/.built: $(STAMP) $(if $(SIMDEV),$(wildcard $(SIMDEV)/*.* $(SIMDEV)/*/*.py))
-	@test -n "$(SIMDEV)" || { echo "make test-simulated SIMDEV=folder"; exit 1; }
-	bash $(SIMDEV)/build.sh $(BIN)/python $(SIMULATED)
-	touch $@
+$(SIMULATED)/simdev/_C.so: $(STAMP) $(addprefix tests/simulated/,sim.cpp build.sh) $(wildcard tests/simulated/package/*.py)
+	@echo "Building the simulated accelerator with g++: 1 to 2 minutes."
+	@bash tests/simulated/build.sh $(BIN)/python $(SIMULATED)
 
 # The oldest releases that pyproject.toml allows, and the newest that the index has. Where it has
 # no CPU build of that torch, this fetches gigabytes of CUDA packages.
@@ -129,18 +125,11 @@ bench: $(STAMP)
 bench-guard: $(STAMP)
 	$(BIN)/python benchmarks/guard.py $(ARGS)
 
-# With `pip install deepspeed ninja` in the environment DeepSpeed's has a row, too.
-bench-host: $(STAMP)
-	$(BIN)/python benchmarks/host_step.py $(ARGS)
-
 bench-cpu: $(STAMP)
 	$(BIN)/python benchmarks/cpu_fp16.py $(ARGS)
 
 bench-overlap: $(STAMP)
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
-
-bench-auto: $(STAMP)
-	$(BIN)/python benchmarks/auto.py $(ARGS)
 
 bench-telemetry: $(STAMP)
 	$(BIN)/python benchmarks/telemetry.py $(ARGS)
@@ -150,9 +139,6 @@ bench-overflow: $(STAMP)
 
 bench-load: $(STAMP)
 	$(BIN)/python benchmarks/load.py $(ARGS)
-
-bench-convergence: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/convergence.py --processes $(WORKERS) $(ARGS)
 
 # On a machine with a GPU; VENV names an environment with a torch for it, and the peers to compare.
 bench-gpu: $(STAMP)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import async_support
 import pytest
 import torch
-from accelerators import DEVICE, MISSING, has, has_streams, is_simulated, synchronize
+from accelerators import DEVICE, MISSING, has, is_simulated, synchronize
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
@@ -41,13 +39,6 @@ def real_device(device: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def side_streams(device: str) -> None:
-    """For what a backend with one queue does in order by itself."""
-    if not has_streams():
-        pytest.skip(f"{device} has one stream")
-
-
-@pytest.fixture(scope="session")
 def sync_counter(device: str) -> None:
     """Needs a backend that can warn of each synchronisation."""
     if not has("set_sync_debug_mode"):
@@ -59,10 +50,3 @@ def memory_counter(device: str) -> None:
     """Needs a torch that counts any accelerator's memory: 2.9 is the first."""
     if not hasattr(torch.accelerator, "max_memory_allocated"):
         pytest.skip("torch.accelerator counts no memory")
-
-
-@pytest.fixture
-def one_part_each() -> Iterator[None]:
-    """A part for each parameter, so that some are due while others are not."""
-    with async_support.one_part_each():
-        yield

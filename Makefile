@@ -12,7 +12,7 @@ WORKERS ?= 2
 MINUTES ?= 60
 SIMULATED := out/simulated
 # Of random settings beside the CPU.
-RANDOM_RUNS ?= 500
+RANDOM_RUNS ?= 200
 # Empty: others each time.
 SEED ?=
 TESTS ?= tests/unit tests/integration tests/property

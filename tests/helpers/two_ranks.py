@@ -1,19 +1,17 @@
-"""What tests on two ranks share: a network, a watch on collectives, and the reference: torch's
-own loop, with the one-step delay written out.
-"""
+"""What tests on two ranks share: a network, a watch on collectives, and torch's own loop."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 would import it in each rank, for seconds
 import torch.distributed as dist
 from async_support import lazy
 from children import everywhere
-from references import show
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,25 +24,8 @@ OVERFLOW = 3
 """The window that overflows, on rank 1 only."""
 SKIPPED = [window == OVERFLOW for window in range(WINDOWS)]
 SCALES = [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 1024.0, 2048.0]
-WARMUP = 2
 
-OVERLAP: dict[str, Any] = {"mode": "overlap"}
-DELAYED: dict[str, Any] = {"mode": "delayed", "delay_compensation": "none"}
-PREVIEW = DELAYED | {"delay_compensation": "preview"}
-OFFLOAD: dict[str, Any] = {"offload": "cpu"}
-EVERY: dict[str, dict[str, Any]] = {
-    "overlap": OVERLAP,
-    "overlap offload": OVERLAP | OFFLOAD,
-    "sync offload": {"mode": "sync"} | OFFLOAD,
-    "delayed": DELAYED,
-    "delayed offload": DELAYED | OFFLOAD,
-    "delayed warm": DELAYED | {"warmup": WARMUP},
-}
-SHOWN: dict[str, dict[str, Any]] = {
-    "preview": PREVIEW,
-    "preview offload": PREVIEW | OFFLOAD,
-    "preview warm": PREVIEW | {"warmup": WARMUP},
-}
+OVERLAP: dict[str, Any] = {"step_mode": "overlap"}
 CLIP = 0.5
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
 
@@ -136,8 +117,8 @@ def state_of(optimizer: Any) -> list[Tensor]:
     return [
         whole(value)
         for index in sorted(state)
-        for name, value in sorted(state[index].items())
-        if isinstance(value, Tensor) and name not in ("master", "preview")
+        for _, value in sorted(state[index].items())
+        if isinstance(value, Tensor)
     ]
 
 
@@ -252,85 +233,50 @@ class Loop:
         }
 
 
-@torch.no_grad()
-def copy(source: Sequence[Any], target: Sequence[Any]) -> None:
-    for one, other in zip(source, target, strict=True):
-        other.copy_(one)
-
-
 def reference(
     wrap: Wrap,
     kind: str,
     *,
-    stale_after: int | None = None,
-    delay_compensation: str = "none",
     look: int = -1,
     order: Callable[[list[Any]], Any] = list,
     kind_of_scaler: type[torch.amp.GradScaler] = torch.amp.GradScaler,
     **kwargs: Any,
 ) -> Result:
-    """torch's scaler, clipping and optimizer, on a copy of the parameters.
-
-    The model sees the copy as it is after each step; once there were ``stale_after`` updates, as
-    it was before it, compensated. Of shards, each by itself: the share of a gradient has the mean
-    of this shard's second moments, not of the whole parameter's, for which ranks would have to ask
-    each other.
-    """
+    """torch's scaler, clipping and optimizer; ``look``: the window after which it evaluates."""
     loop, scaler = Loop(wrap, **kwargs), kind_of_scaler("cpu", **SCALER)
     scaler = scaler if loop.scaled else torch.amp.GradScaler("cpu", enabled=False)
-    masters = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in loop.params]
-    ordered = order(masters)
+    ordered = order(loop.params)
     optimizer = optimizer_of(kind, ordered)
-    schedule, updates = schedule_of(optimizer), 0
+    schedule = schedule_of(optimizer)
     for window in range(WINDOWS):
         loop.accumulate(scaler, window)
-        for p, master in zip(loop.params, masters, strict=True):
-            p.grad, master.grad = None, p.grad
         if loop.scaled:
             scaler.unscale_(optimizer)
-        grads = [shard_of(m.grad) for m in masters if m.grad is not None]
+        grads = [shard_of(p.grad) for p in loop.params if p.grad is not None]
         is_bad = not all(bool(g.isfinite().all()) for g in grads)
         if loop.guards:
             norm = nn.utils.clip_grad_norm_(ordered, CLIP)
             loop.norms.append(float(whole(norm)))
-        before, scale = [m.detach().clone() for m in masters], scaler.get_scale()
-        shown = [m.clone() for m in before]
-        stale = stale_after is not None and updates >= stale_after
-        if stale and delay_compensation == "preview":
-            stale = all(optimizer.state.get(m) for m in masters if m.grad is not None)
-        for w, m, master in zip(shown, before, masters, strict=True):
-            if stale and master.grad is not None:
-                state = {k: shard_of(v) for k, v in optimizer.state[master].items()}
-                tensors = (shard_of(t) for t in (w, m, master.grad))
-                (group,) = optimizer.param_groups
-                show(delay_compensation, *tensors, 1.0, state, group)
+        scale = scaler.get_scale()
         skipped = is_bad and loop.guards and not loop.scaled
         if not skipped:
             scaler.step(optimizer)
         scaler.update()
         skipped = skipped or scaler.get_scale() < scale
-        updates += not skipped
-        shown = masters if skipped or not stale else shown
-        copy(shown, loop.params)
-        if window == look:  # an evaluation sees the newest, and so does what comes after it
-            copy(masters, loop.params)
+        if window == look:
             loop.evaluate()
         if not skipped:
             schedule.step()
         optimizer.zero_grad()
         loop.note(skipped, scaler, schedule)
-    copy(masters, loop.params)
     return loop.result(optimizer, scaler)
 
 
 def ours(
     wrap: Wrap,
     kind: str,
-    mode: str,
-    offload: str = "none",
+    step_mode: Any,
     *,
-    warmup: int = 0,
-    delay_compensation: str = "none",
     look: int = -1,
     order: Callable[[list[Any]], Any] = list,
     **kwargs: Any,
@@ -340,11 +286,7 @@ def ours(
     scaler = scaler if loop.scaled else GradScaler("cpu", enabled=False)
     inner = optimizer_of(kind, order(loop.params))
     schedule = schedule_of(inner)
-    settings: Any = {"mode": mode, "offload": offload, "delay_warmup_steps": warmup}
-    settings["delay_compensation"] = delay_compensation
-    with AsyncOptimizer(
-        inner, loop.model, scaler=scaler, optimizer_threads=1, **settings
-    ) as optimizer:
+    with AsyncOptimizer(inner, loop.model, scaler=scaler, step_mode=step_mode) as optimizer:
         for window in range(WINDOWS):
             loop.accumulate(scaler, window)
             if loop.scaled:
@@ -391,21 +333,18 @@ def check(mine: Result, expected: Result, name: str) -> None:
 
 
 def compare(runs: dict[str, dict[str, Any]], wrap: Wrap, kind: str, **always: Any) -> None:
-    """Each of these runs with our optimizer equals torch's, and communicates as ``sync`` does.
+    """``sync`` and each of these runs with our optimizer equal torch's, and communicate as torch
+    and as ``sync`` do.
 
-    ``delayed``: torch with the delay by hand. torch's own fused step on a CPU is no reference:
-    there it is ``sync``'s.
+    torch's own fused step on a CPU is no reference: there it is ``sync``'s.
     """
     watch, references = Watch(), dict[str, Result]()
-    for name, settings in {"sync": {"mode": "sync"}, **runs}.items():
+    for name, settings in {"sync": {"step_mode": "sync"}, **runs}.items():
         own = {k: settings[k] for k in ("order", "hold_back") if k in settings}
-        stale = settings.get("warmup", 0) if settings["mode"] == "delayed" else None
-        shown = settings.get("delay_compensation", "none")
-        key = f"{stale} {shown} {sorted(own)}"
+        key = str(sorted(own))
         watch.take()
         if kind != "fused" and key not in references:
-            late: Any = {"stale_after": stale, "delay_compensation": shown}
-            references[key] = reference(wrap, kind, look=4, **late, **own, **always)
+            references[key] = reference(wrap, kind, look=4, **own, **always)
         theirs = watch.take()[0]
         with lazy():
             mine = ours(wrap, kind, look=4, **settings, **always)
@@ -421,8 +360,3 @@ def compare(runs: dict[str, dict[str, Any]], wrap: Wrap, kind: str, **always: An
             assert names == synchronous, name
         check(mine, references[key], name)
     assert "allreduce_" in synchronous or "_reduce_scatter_base_" in synchronous
-    newest = references["None none []"]
-    for key, other in references.items():  # or this would show nothing
-        # sgd's preview is the update itself, but for rounding.
-        if not (key.startswith("None none") or (kind == "sgd" and "preview" in key)):
-            assert {"losses", "weights"} <= set(differing(newest, other)), key

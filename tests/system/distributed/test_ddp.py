@@ -1,8 +1,7 @@
-"""DDP on two gloo ranks: torch's numbers, bit for bit, in every mode, raw and through Accelerate.
+"""DDP on two gloo ranks: torch's numbers, bit for bit, in both modes, raw and through Accelerate.
 
-The references are torch's own scaler, clipping and optimizer, on the same two ranks, with the
-one-step delay of ``delayed`` written out by hand. The optimizer thread updates a part when somebody
-waits for it, so a wait that is missing shows.
+The references are torch's own scaler, clipping and optimizer, on the same two ranks. The optimizer
+thread updates a part when somebody waits for it, so a wait that is missing shows.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ from trainer_support import CONFIG, as_stock, logs, make, train
 from two_ranks import (
     ACCUMULATION,
     CLIP,
-    DELAYED,
-    EVERY,
-    OFFLOAD,
     OVERLAP,
-    PREVIEW,
     SCALER,
-    SHOWN,
     WINDOWS,
     Loop,
     Result,
@@ -55,46 +49,28 @@ from two_ranks import (
 )
 
 from accel_scaler import AsyncOptimizer, ScalerConfig, UnsupportedError, attach, detach
-from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 BUCKETS: dict[str, dict[str, Any]] = {
     # Gradients are views of buckets that the next backward overwrites.
     "views": {"gradient_as_bucket_view": True},
-    # One parameter a bucket: its gradient is all of the bucket's memory.
-    "views, one each": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-6},
     "copies": {"gradient_as_bucket_view": False},
 }
-RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
-    ("sgd", "views"): EVERY | SHOWN,
-    ("sgd", "views, one each"): {
-        **{"delayed": DELAYED, "delayed offload": DELAYED | OFFLOAD},
-        **{"preview": PREVIEW, "preview offload": PREVIEW | OFFLOAD},
-    },
-    ("sgd", "copies"): {"overlap": OVERLAP, "preview": PREVIEW},
-    ("adamw", "views"): {"overlap offload": OVERLAP | OFFLOAD, **SHOWN},
-    ("fused", "views"): {"overlap": OVERLAP},
-}
 
 
-@pytest.mark.parametrize(("kind", "buckets"), RUNS)
-def test_every_mode_equals_torch_on_the_same_ranks(kind: str, buckets: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "buckets"),
+    [("sgd", "views"), ("sgd", "copies"), ("adamw", "views"), ("fused", "views")],
+)
+def test_both_modes_equal_torch_on_the_same_ranks(kind: str, buckets: str, tmp_path: Path) -> None:
     """An overflow on one rank is one skip on both; no collective leaves the training thread."""
     wrap = partial(DistributedDataParallel, **BUCKETS[buckets])
-    on_two_ranks(lambda: compare(RUNS[kind, buckets], wrap, kind), tmp_path)
+    on_two_ranks(lambda: compare({"overlap": OVERLAP}, wrap, kind), tmp_path)
 
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": None}
 
 
-def attached(
-    kind: str,
-    mode: Any,
-    offload: Any = "none",
-    warmup: int = 0,
-    late: bool = False,
-    delay_compensation: Any = "none",
-    precision: str = "fp16",
-) -> Result:
+def attached(kind: str, mode: Any, late: bool, precision: str) -> Result:
     """The same through Accelerate, under DDP.
 
     ``late``: attached after ``prepare``, when a schedule has wrapped the optimizer's ``step``.
@@ -111,13 +87,7 @@ def attached(
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
-    config = ScalerConfig(
-        step_mode=mode,
-        offload=offload,
-        delay_warmup_steps=warmup,
-        delay_compensation=delay_compensation,
-        optimizer_threads=1,
-    )
+    config = ScalerConfig(step_mode=mode)
     accelerator: Any = plain if late else attach(plain, config)
     loop = Loop(accelerator.prepare)
     inner = optimizer_of(kind, loop.params)
@@ -141,28 +111,22 @@ def attached(
     return result
 
 
-@pytest.mark.parametrize("name", [*EVERY, *SHOWN, "sync", "attached late"])
-def test_every_mode_through_accelerate_equals_torch_on_the_same_ranks(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(("mode", "late"), [("sync", False), ("overlap", False), ("sync", True)])
+def test_both_modes_through_accelerate_equal_torch_on_the_same_ranks(
+    mode: str, late: bool, tmp_path: Path
 ) -> None:
-    settings = (EVERY | SHOWN).get(name, {"mode": "sync", "late": name == "attached late"})
-    stale = settings.get("warmup", 0) if settings["mode"] == "delayed" else None
-    late: Any = {"stale_after": stale}
-    if stale is not None:
-        late["delay_compensation"] = settings["delay_compensation"]
-
     def body() -> None:
         wrap, watch = partial(DistributedDataParallel, **BUCKETS["views"]), Watch()
         for precision, half in PRECISIONS.items():
             given: Any = {"half": half, "scaled": precision == "fp16", "guards": True}
-            expected = reference(wrap, "sgd", **given, **late)
+            expected = reference(wrap, "sgd", **given)
             watch.take()
             with lazy():
-                mine = attached("sgd", precision=precision, **settings)
+                mine = attached("sgd", mode, late, precision)
             names, elsewhere = watch.take()
             assert "allreduce_" in names
             assert elsewhere == 0
-            check(mine, expected, f"{name}, {precision}")
+            check(mine, expected, precision)
 
     on_two_ranks(body, tmp_path)
 
@@ -195,8 +159,7 @@ def local_sgd(mode: Any) -> list[Any]:
         accelerator = stock(kwargs_handlers=handlers)
     else:
         plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
-        config = ScalerConfig(step_mode=mode, delay_compensation="none", optimizer_threads=1)
-        accelerator = attach(plain, config)
+        accelerator = attach(plain, ScalerConfig(step_mode=mode))
     layers = net()
     inner = optimizer_of("sgd", layers.parameters())
     model, optimizer = accelerator.prepare(layers, inner)
@@ -209,30 +172,21 @@ def local_sgd(mode: Any) -> list[Any]:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                if mode == "delayed":
-                    stepper: Any = async_stepper_of(inner)
-                    assert stepper.wait()
-                    stepped = everywhere(weights(p.stepped for p in stepper.replica.pairs))
                 local.step()
             if (window + 1) % every == 0:
                 seen.append(weights(layers.parameters()))
                 assert torch.equal(*everywhere(seen[-1]))
-                if mode == "delayed":
-                    torch.testing.assert_close(seen[-1], (stepped[0] + stepped[1]) / 2)
     if mode is not None:
         detach(accelerator)
     return [*seen, weights(layers.parameters())]
 
 
 def test_local_sgd_averages_the_newest_parameters(tmp_path: Path) -> None:
-    """Between two averages ``delayed`` has its delay; an average is of what was stepped."""
-
     def body() -> None:
         newest = local_sgd(None)
         with lazy():
             for mode in ("sync", "overlap"):
                 assert all(map(torch.equal, local_sgd(mode), newest)), mode
-            assert not torch.equal(local_sgd("delayed")[0], newest[0])
 
     on_two_ranks(body, tmp_path)
 
@@ -248,8 +202,8 @@ def test_fsdp1_is_refused_before_anything_is_changed(original: bool, tmp_path: P
         model = FullyShardedDataParallel(plain, use_orig_params=original, device_id=cpu)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         before = dict(vars(inner))
-        for settings in ({"mode": "sync"}, OVERLAP, {"mode": "sync"} | OFFLOAD, DELAYED):
-            refuse(partial(AsyncOptimizer, inner, model, **settings))
+        for mode in ("sync", "overlap"):
+            refuse(partial(AsyncOptimizer, inner, model, step_mode=mode))
         accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
         attach(accelerator, ScalerConfig(step_mode="overlap"))
         refuse(lambda: accelerator.prepare_optimizer(inner))

@@ -1,17 +1,14 @@
-"""The asynchronous optimizer under torch's FSDP2 on two gloo ranks: torch's numbers, bit for bit.
+"""torch's FSDP2 and tensor parallelism on two gloo ranks: torch's numbers, bit for bit.
 
-Every group of parameters is gathered before it is used, some ahead of time, while the optimizer
-thread, which updates a part when somebody waits for it, has the shards: the wait has to come
-before the gather.
+Of shards ``overlap`` waits in ``step()``. The optimizer thread updates a part when somebody waits
+for it (``lazy``), so a wait that is missing shows.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import io
 import textwrap
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +24,7 @@ from accelerate.utils import GradScalerKwargs
 from async_support import lazy
 from children import on_two_ranks
 from support import reset, same, stock_fp16_on_cpu
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,18 +34,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers.optimization import Adafactor
 from two_ranks import (
     CLIP,
-    DELAYED,
-    EVERY,
-    OFFLOAD,
     OVERFLOW,
     OVERLAP,
-    PREVIEW,
     SCALER,
-    SHOWN,
     SKIPPED,
     WINDOWS,
     batch,
@@ -64,80 +57,44 @@ from two_ranks import (
 from versions import before_torch
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, attach
-from accel_scaler.async_optimizer.pending_parameter import ParameterHold, can_hold_parameters
-from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 
-EVERY_OF_SHARDS = EVERY | {
-    "overlap backwards": OVERLAP | {"order": lambda params: params[::-1]},
-    "overlap reduced": OVERLAP | {"hold_back": False},
-}
 
-
-def shard(model: Any, *, prefetch: int = 0, root: bool = True, **kwargs: Any) -> Any:
-    """Each block and the head a group, the rest the root's; ``prefetch`` so many blocks ahead.
-
-    What the root gathers is updated first, or its wait would be one for all.
-    """
+def shard(model: Any, *, root: bool = True, **kwargs: Any) -> Any:
+    """Each block and the head a group, the rest the root's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (*model.blocks, model.head):
         fully_shard(block, mesh=mesh, **kwargs)
     if root:
         fully_shard(model, mesh=mesh, **kwargs)
-    blocks = list(model.blocks)
-    for place, block in enumerate(blocks[:-1] if prefetch else ()):
-        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + prefetch])
-    if prefetch and root:
-        model.set_modules_to_forward_prefetch(blocks[:prefetch])
-    return model
-
-
-def shard_together(model: Any) -> Any:
-    """The first and the last block are one group: both are gathered where the first is used."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard([model.blocks[0], model.blocks[2]], mesh=mesh)
-    fully_shard(model.blocks[1], mesh=mesh)
-    fully_shard(model.head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     return model
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {
-    "resharded": partial(shard, reshard_after_forward=True),
-    "kept": partial(shard, reshard_after_forward=False),
-    "prefetched": partial(shard, reshard_after_forward=True, prefetch=1),
-    "prefetched far, kept": partial(shard, reshard_after_forward=False, prefetch=2),
-    "together": shard_together,
-    "bf16": partial(shard, mp_policy=BF16),
-}
-RUNS: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
-    ("sgd", "resharded"): EVERY_OF_SHARDS | SHOWN,
-    ("sgd", "prefetched"): {"overlap": OVERLAP, "delayed": DELAYED, "preview": PREVIEW},
-    **{
-        ("sgd", layout): {"overlap": OVERLAP, "preview": PREVIEW}
-        for layout in ("kept", "together", "prefetched far, kept")
-    },
-    ("sgd", "bf16"): {"overlap": OVERLAP},
-    ("adamw", "bf16"): {"preview": PREVIEW},  # sgd's is the update itself, as bfloat16 has it
-    ("adamw", "resharded"): {"delayed offload": DELAYED | OFFLOAD, **SHOWN},
-    ("adamw", "prefetched"): {"preview": PREVIEW},
-    ("fused", "resharded"): {"overlap": OVERLAP},
+LAYOUTS: dict[str, Callable[[nn.Module], Any]] = {"float32": shard}
+LAYOUTS["bf16"] = partial(shard, mp_policy=BF16)
+RUNS: dict[str, dict[str, Any]] = {
+    "overlap": OVERLAP,
+    "overlap backwards": OVERLAP | {"order": lambda params: params[::-1]},
+    "overlap reduced": OVERLAP | {"hold_back": False},
 }
 
 
-@pytest.mark.parametrize(("kind", "layout"), RUNS)
-def test_every_mode_equals_torch_on_the_same_ranks(kind: str, layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("sgd", "float32"), ("sgd", "bf16"), ("adamw", "float32"), ("fused", "float32")],
+)
+def test_both_modes_equal_torch_on_the_same_ranks(kind: str, layout: str, tmp_path: Path) -> None:
     """Losses, norms, scales, rates, parameters, optimizer state, and an overflow in one shard."""
-    on_two_ranks(lambda: compare(RUNS[kind, layout], LAYOUTS[layout], kind), tmp_path)
+    runs = RUNS if (kind, layout) == ("sgd", "float32") else {"overlap": OVERLAP}
+    on_two_ranks(lambda: compare(runs, LAYOUTS[layout], kind), tmp_path)
 
 
 def test_parameters_that_are_not_sharded_are_stepped_beside_those_that_are(tmp_path: Path) -> None:
     """Unscaled: torch cannot unscale or clip sharded and plain gradients together."""
-    runs = {"overlap": OVERLAP, "delayed": DELAYED, "preview": PREVIEW}
     wrap = partial(shard, root=False)
-    on_two_ranks(lambda: compare(runs, wrap, "sgd", scaled=False), tmp_path)
+    on_two_ranks(lambda: compare({"overlap": OVERLAP}, wrap, "sgd", scaled=False), tmp_path)
 
 
 def test_our_scaler_in_torchs_own_loop_is_torchs(tmp_path: Path) -> None:
@@ -162,7 +119,6 @@ class Training:
     def __init__(self, kind: str, settings: dict[str, Any] | None) -> None:
         self.model, self.is_ours = shard(net()), settings is not None
         self.optimizer: Any = optimizer_of(kind, self.model.parameters())
-        self.inner = self.optimizer
         self.scaler = (GradScaler if self.is_ours else torch.amp.GradScaler)("cpu", **SCALER)
         if settings is not None:
             self.optimizer = AsyncOptimizer(
@@ -212,61 +168,11 @@ def resume(kind: str, first: Any, second: Any, full: bool) -> dict[str, Any]:
     return found | end
 
 
-def resume_delayed(kind: str, settings: Any, full: bool, is_resumed: bool) -> dict[str, Any]:
-    """Six steps; after three of them a checkpoint, from which others go on if ``is_resumed``."""
-    options = StateDictOptions(full_state_dict=full)
-    training, found = Training(kind, settings), {}
-    for window in range(6):
-        if window == 3:
-            saved, state = training.saved(options)
-            entries = state["state"].values()
-            found["kinds"] = {type(t).__name__ for e in entries for t in e.values() if t.dim()}
-        if window == 3 and is_resumed:
-            scale = training.scaler.state_dict()
-            training.optimizer.close()
-            training = Training(kind, settings)
-            set_model_state_dict(training.model, saved, options=options)
-            set_optimizer_state_dict(training.model, training.optimizer, state, options=options)
-            training.scaler.load_state_dict(scale)
-        training.step(window)
-    stepper: Any = async_stepper_of(training.inner)
-    assert stepper.wait()
-    found["shown"] = weights(pair.target for pair in stepper.replica.pairs)
-    found["exact"] = weights(pair.stepped for pair in stepper.replica.pairs)
-    training.optimizer.synchronize()
-    found["state"] = state_of(training.optimizer)
-    found["weights"] = weights(training.model.parameters())
-    training.optimizer.close()
-    return found
-
-
-@pytest.mark.parametrize("settings", SHOWN.values(), ids=SHOWN)
-def test_a_checkpoint_between_late_steps_resumes_bit_for_bit(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """Sharded or full: the run goes on as the one that has saved."""
-    own: dict[str, Any] = {**settings, "delay_warmup_steps": settings.get("warmup", 0)}
-    own.pop("warmup", None)
-
-    def body() -> None:
-        for kind in ("sgd", "adamw")["warmup" in settings :]:  # sgd's state has no count
-            whole_run = resume_delayed(kind, own, False, False)
-            for full in (False, True):
-                mine = resume_delayed(kind, own, full, True)
-                assert ("DTensor" in mine["kinds"]) is not full
-                for key in ("shown", "exact", "weights"):
-                    assert torch.equal(mine[key], whole_run[key]), (kind, full, key)
-                assert all(map(torch.equal, mine["state"], whole_run["state"]))
-            assert not torch.equal(whole_run["shown"], whole_run["weights"])
-
-    on_two_ranks(body, tmp_path)
-
-
 CHANGES: list[tuple[str, Any, Any, bool]] = [
     ("sgd", OVERLAP, None, False),
-    ("adamw", None, OVERLAP | OFFLOAD, True),
+    ("adamw", None, OVERLAP, True),
     ("adamw", OVERLAP, OVERLAP, False),
-    ("sgd", {"mode": "sync"} | OFFLOAD, OVERLAP, False),
+    ("sgd", {"step_mode": "sync"}, OVERLAP, False),
 ]
 
 
@@ -292,78 +198,12 @@ def test_checkpoints_interchange_with_the_stock_optimizer(tmp_path: Path) -> Non
     on_two_ranks(body, tmp_path)
 
 
-def test_a_read_on_another_thread_leaves_the_newest_to_the_one_that_trains(tmp_path: Path) -> None:
-    """In ``delayed`` the other one sees what a forward would, one step before."""
-
-    def shards(settings: dict[str, Any] | None) -> list[list[Any]]:
-        training = Training("sgd", settings)
-        params: list[Any] = list(training.model.parameters())
-        found: list[list[Any]] = [[]]
-
-        def read() -> None:
-            found[-1] = [p.to_local().detach().clone() for p in params]
-
-        for window in range(3):
-            training.step(window)
-            thread = threading.Thread(target=read)
-            thread.start()
-            thread.join()
-            found.append([])
-            read()
-            found.append([])
-        if settings is not None:
-            training.optimizer.close()
-        assert {type(p) for p in params} == {DTensor}
-        return found[:-1]
-
-    def body() -> None:
-        stock = shards(None)
-        with lazy():
-            mine = shards(DELAYED)
-        assert same(mine[1::2], stock[1::2])
-        assert not any(map(same, mine[0::2], stock[0::2]))
-
-    on_two_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "settings", [OVERLAP, DELAYED, PREVIEW], ids=["overlap", "delayed", "preview"]
-)
-def test_a_read_in_a_forward_sees_what_the_forward_does(settings: Any, tmp_path: Path) -> None:
-    """Whether the worker is done by then or starts only when somebody waits."""
-
-    def shards() -> list[Any]:
-        training, found = Training("sgd", settings), list[Any]()
-        params: list[Any] = list(training.model.parameters())
-
-        def read(*_: object) -> None:
-            found.append([p.to_local().detach().clone() for p in params])
-
-        training.model.blocks[0].register_forward_pre_hook(read)
-        for window in range(4):
-            stepper: Any = async_stepper_of(training.inner)
-            assert is_lazy or stepper.wait()
-            training.step(window)
-        training.optimizer.close()
-        return [*found, weights(params)]
-
-    def body() -> None:
-        nonlocal is_lazy
-        early = shards()
-        is_lazy = True
-        with lazy():
-            assert same(shards(), early)
-
-    is_lazy = False
-    on_two_ranks(body, tmp_path)
-
-
 def test_what_was_loaded_is_saved_without_a_step_between(tmp_path: Path) -> None:
     """A tensor of one element is its shard on rank 0, and a DTensor while it is only loaded."""
 
     def body() -> None:
         saved = []
-        for settings in (None, {"mode": "sync"}, OVERLAP):
+        for settings in (None, {"step_mode": "sync"}, OVERLAP):
             training = Training("sgd", settings)
             training.step(0)
             first = training.saved(StateDictOptions())
@@ -375,43 +215,60 @@ def test_what_was_loaded_is_saved_without_a_step_between(tmp_path: Path) -> None
     on_two_ranks(body, tmp_path)
 
 
-USES: dict[str, Callable[[Any], Any]] = {
-    "copied": lambda p: type(copy.copy(p)),
-    "copied deeply": lambda p: sorted(vars(copy.deepcopy(p))),
-    "pickled": lambda p: torch.save(p, io.BytesIO()),
-    "read": lambda p: type(p.to_local()),
-    "swapped": lambda p: torch.utils.swap_tensors(p, nn.Parameter(torch.ones_like(p.detach()))),
-    "moved": lambda p: nn.ParameterList([p]).double()[0].dtype,  # swaps, too
-    "asked for its class": lambda p: p.__class__,
+def sharded() -> nn.Module:
+    model: Any = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    return model  # type: ignore[no-any-return]
+
+
+def parallel() -> nn.Module:
+    """The first layer in columns; the second is on each rank."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model[0], mesh, ColwiseParallel(output_layouts=Replicate()))
+    return model
+
+
+def edited(p: Any) -> Tensor:
+    with torch.no_grad():
+        p.mul_(0.5)
+    return whole(p)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "full_tensor": whole,
+    "to_local": lambda p: p.to_local().detach().clone(),
+    "_local_tensor": lambda p: p._local_tensor.detach().clone(),
+    "deepcopy": lambda p: whole(copy.deepcopy(p)),
+    "edited": edited,
 }
 
 
-class Never:
-    """The order of a device that is past a part only once the host has waited for it."""
+def read_between_steps(make: Any, is_ours: bool, read: Callable[[Any], Any]) -> list[Any]:
+    torch.manual_seed(3)
+    model, found = make(), []
+    inner = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    optimizer: Any = AsyncOptimizer(inner, model, step_mode="overlap") if is_ours else inner
+    for step in range(3):
+        model(batch(step, 0)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append([read(p) for p in model.parameters() if hasattr(p, "to_local")])
+    if is_ours:
+        optimizer.close()
+    return found
 
-    def is_past(self, part: int, wait: bool) -> bool:
-        return wait
 
-
-def test_a_shard_that_stays_pending_behind_a_device_is_used_as_torchs(tmp_path: Path) -> None:
-    """What copies or moves its attributes takes nothing of the wait with it."""
-
+@pytest.mark.parametrize("make", [sharded, parallel])
+def test_a_read_of_shards_between_steps_is_torchs(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     def body() -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for name, use in USES.items():
-            plain, pending = (
-                nn.Parameter(distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
-                for _ in range(2)
-            )
-            order: Any = Never()
-            assert can_hold_parameters([pending])
-            hold = ParameterHold([pending], [1], {id(pending): 1}, lambda part: part, order)
-            assert type(pending) is not DTensor
-            assert use(pending) == use(plain), name
-            hold.release()
-            assert type(pending) is DTensor
-            assert vars(pending) == vars(plain)
-            assert torch.equal(pending.to_local(), plain.to_local())
+        for name, read in READS.items():
+            with lazy():
+                mine = read_between_steps(make, True, read)
+            assert same(mine, read_between_steps(make, False, read)), name
 
     on_two_ranks(body, tmp_path)
 
@@ -436,9 +293,9 @@ def test_an_optimizer_that_a_shard_is_not_enough_for_is_refused(tmp_path: Path) 
         for name, make in MAKERS.items():
             model = shard(net())
             inner = make(list(model.parameters()))
-            for mode in ("overlap", "delayed", "overlap"):
+            for _ in range(2):
                 with pytest.raises(UnsupportedError, match=f"^{name.split()[-1]} "):
-                    AsyncOptimizer(inner, model, mode=mode)
+                    AsyncOptimizer(inner, model, step_mode="overlap")
 
     on_two_ranks(body, tmp_path)
 
@@ -453,7 +310,7 @@ def test_sharded_half_precision_parameters_are_refused(dtype: torch.dtype, tmp_p
         before = dict(vars(inner))
         for mode in ("sync", "overlap"):
             with pytest.raises(UnsupportedError, match=r"sharded.*float32"):
-                AsyncOptimizer(inner, model, scaler=scaler, mode=mode)
+                AsyncOptimizer(inner, model, scaler=scaler, step_mode=mode)
         assert dict(vars(inner)) == before
 
     on_two_ranks(body, tmp_path)

@@ -32,11 +32,7 @@ OVERFLOWS = (2, 6, 7)
 
 STOCK = "stock"
 """In place of a mode: Accelerate's own wrapper, and torch's scaler."""
-MODES: dict[str, dict[str, Any]] = {
-    f"{mode}{' offload' * (offload == 'cpu')}": {"step_mode": mode, "offload": offload}
-    for offload in ("none", "cpu")
-    for mode in ("sync", "overlap", "delayed")
-}
+MODES = ("sync", "overlap")
 
 
 def momentum(params: Any, kind: Any = torch.optim.SGD) -> torch.optim.Optimizer:
@@ -74,7 +70,7 @@ class Run:
         if mode == STOCK:
             stock_fp16_on_cpu(self.accelerator)
         else:
-            config = MODES[mode] | rule | {"optimizer_threads": 1} | settings
+            config = {"step_mode": mode} | rule | settings
             attach(self.accelerator, ScalerConfig(**config))
         layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
         inner = optimizer(layers.parameters())
@@ -137,8 +133,8 @@ class Run:
             "state": [
                 value.clone()
                 for index in sorted(saved["state"])
-                for key, value in sorted(saved["state"][index].items())
-                if isinstance(value, Tensor) and key != "master"
+                for _, value in sorted(saved["state"][index].items())
+                if isinstance(value, Tensor)
             ],
             "rates": [group["lr"] for group in saved["param_groups"]],
             "schedule": self.schedule.state_dict()["last_epoch"],

@@ -123,20 +123,17 @@ def train() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(accelerator.optimizer_step_was_skipped)
-    scaler, attachment = accelerator.scaler, getattr(accelerator, "_attachment", None)
+    scaler = accelerator.scaler
     state = accelerator.unwrap_model(model).state_dict()
     result = {
         "class": type(accelerator).__name__,
         "kind": accelerator.distributed_type.value,
-        "device": accelerator.device.type,
         "precision": accelerator.mixed_precision,
         "computed_in": sorted(set(seen)),
         "scale": scaler and scaler.get_scale(),
         "skipped": skipped,
         "weights": [value.tolist() for value in state.values()],
         "ranks": ranks,
-        "omp": int(os.environ.get("OMP_NUM_THREADS", "0")),
-        "threads": attachment and attachment.worker and attachment.worker.threads,
         "settings": {k: v for k, v in os.environ.items() if k.startswith("ACCEL_SCALER_")},
     }
     accelerator.end_training()

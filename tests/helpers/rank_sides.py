@@ -237,7 +237,7 @@ class Ours(Side):
             # Else the schedule is stepped once for each rank.
             dataloader_config=DataLoaderConfiguration(split_batches=True),
         )
-        given: dict[str, Any] = {"step_mode": setup.mode, "optimizer_threads": 1}
+        given: dict[str, Any] = {"step_mode": setup.mode}
         given |= {"skip_norm_above": setup.limit, "master_weights": "fp32"}
         given |= {"sharded": setup.sharded}
         if self.rank in setup.telemetry:

@@ -102,9 +102,9 @@ def test_our_scaler_in_torchs_own_loop_is_torchs(tmp_path: Path) -> None:
 
     def body() -> None:
         brain = lambda model: shard(model.bfloat16())  # noqa: E731
-        for kind, wrap in (("sgd", shard), ("adamw", shard), ("sgd", brain)):
+        for wrap in (shard, brain):
             mine, theirs = (
-                reference(wrap, kind, kind_of_scaler=scaler)
+                reference(wrap, "sgd", kind_of_scaler=scaler)
                 for scaler in (GradScaler, torch.amp.GradScaler)
             )
             assert differing(mine, theirs) == []

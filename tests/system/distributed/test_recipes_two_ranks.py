@@ -69,7 +69,7 @@ def contents(folder: Path) -> dict[str, Any]:
     return {p.name: readers.get(p.suffix, loads)(p) for p in folder.iterdir()}
 
 
-@pytest.mark.parametrize("mode", ["delayed", "sync"])
+@pytest.mark.parametrize("mode", ["overlap", "sync"])
 def test_a_language_model_resumed_on_two_ranks_equals_the_uninterrupted_run(
     mode: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

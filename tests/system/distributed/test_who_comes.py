@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
-from children import RANKS, everywhere, on_two_ranks
+from children import RANKS, on_two_ranks
 from support import reset
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -146,54 +145,6 @@ def compared(
         ours.finish()
 
     on_two_ranks(body, folder, LIMIT_S)
-
-
-@pytest.mark.parametrize("settings", EXPLAINS)
-@pytest.mark.parametrize("precision", ["fp16", "no"])
-def test_uneven_inputs(precision: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Rank 0 overflows when rank 1 is out of inputs."""
-
-    def train(loop: Stock | Ours) -> Any:
-        with Join([loop.model]):
-            for number in range(6 if dist.get_rank() == 0 else 3):
-                loop.backward(loss_of(loop, number) * (torch.inf if number == 4 else 1.0))
-                loop.step(loop.optimizer)
-        return [loop.model]
-
-    compared(train, precision, settings, tmp_path)
-
-
-@pytest.mark.parametrize("settings", EXPLAINS)
-@pytest.mark.parametrize("precision", ["fp16", "no"])
-@pytest.mark.parametrize("is_first", [False, True])
-def test_parameters_that_a_rank_has_alone(
-    is_first: bool, precision: str, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """The head of rank 1 overflows, then the body of all; rank 0 steps its head every other time.
-
-    In fp16 the scales of the ranks differ from the first overflow on, as torch's do.
-    """
-
-    def train(loop: Stock | Ours) -> Any:
-        own, optimizer = loop.add(head())
-        for number in range(5):
-            loop.backward(loss_of(loop, number, own))
-            if number == 1 and dist.get_rank() == 1:
-                own.weight.grad.fill_(torch.inf)
-            if number == 3:
-                loop.model.module[0].weight.grad.fill_(torch.inf)
-                own.weight.grad.fill_(torch.inf if dist.get_rank() == 1 else 0.5)
-            chosen = [optimizer, loop.optimizer] if is_first else [loop.optimizer, optimizer]
-            if dist.get_rank() == 0 and number % 2:
-                chosen.remove(optimizer)
-                optimizer.zero_grad()
-            loop.step(*chosen)
-        return [loop.model, own]
-
-    if settings.get("on_overflow") == "retry":
-        # Gradients that a script has changed are not made again.
-        settings = settings | {"growth_headroom": False}
-    compared(train, precision, settings, tmp_path)
 
 
 def passes_by(loop: Stock | Ours, x: Tensor) -> Iterator[Tensor]:
@@ -386,35 +337,6 @@ def test_settings_by_which_ranks_would_step_otherwise_are_refused_on_all(
     on_two_ranks(body, tmp_path, LIMIT_S)
 
 
-@pytest.mark.parametrize("headroom", [True, False])
-def test_local_sgd_grows_alone(headroom: bool, tmp_path: Path) -> None:
-    """Rank 1 has skipped a window, so its growth is due when that of rank 0 is not."""
-
-    def body() -> None:
-        settings = {"on_overflow": "retry", "growth_interval": 3, "growth_headroom": headroom}
-        loop = Ours("fp16", settings)
-        with LocalSGD(loop.accelerator, model=loop.model, local_sgd_steps=4) as local:
-            for number in range(8):
-                bad = number == 1 and dist.get_rank() == 1
-                loop.backward(loss_of(loop, number) * (torch.inf if bad else 1.0))
-                loop.step(loop.optimizer)
-                local.step()
-        scales = [record.scale for record in loop.accelerator.scaler_history.records]
-        skips = loop.finish()
-        assert skips == [number == 1 and dist.get_rank() == 1 for number in range(8)]
-        assert (
-            scales
-            == [
-                [256.0] * 3 + [512.0] * 3 + [1024.0] * 2,
-                [256.0] * 2 + [128.0] * 3 + [256.0] * 3,
-            ][dist.get_rank()]
-        )
-        one, other = everywhere([p.detach() for p in loop.model.parameters()])
-        assert all(map(torch.equal, one, other))
-
-    on_two_ranks(body, tmp_path, LIMIT_S)
-
-
 def test_a_mesh_that_leaves_out_a_rank(tmp_path: Path) -> None:
     """DTensors of one rank: it alone steps them, while the other one does nothing."""
 
@@ -439,30 +361,6 @@ def test_a_mesh_that_leaves_out_a_rank(tmp_path: Path) -> None:
             assert [r.skipped for r in accelerator.scaler_history.records] == [False, True, False]
             assert torch.equal(weights(module.parameters()), (whole - 0.5 - 0.5).flatten())
             detach(accelerator)
-
-    on_two_ranks(body, tmp_path, LIMIT_S)
-
-
-def test_ranks_leave_join_with_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was out of inputs has counted fewer windows. Growth in the second epoch would
-    come one after the other, and DDP would average gradients of two scales."""
-
-    def body() -> None:
-        loop = Ours("fp16", {"growth_interval": 4})
-        monkeypatch.setattr(Accelerator, "multi_device", True)  # else Accelerate takes no Join
-        for _ in range(2):
-            with loop.accelerator.join_uneven_inputs([loop.model], even_batches=False):
-                for number in range(6 if dist.get_rank() == 0 else 3):
-                    loop.backward(loss_of(loop, number))
-                    loop.step(loop.optimizer)
-        one, other = everywhere(loop.accelerator.scaler.state_dict())
-        assert one == other
-        scales = [record.scale for record in loop.accelerator.scaler_history.records]
-        two_epochs = [256.0] * 4 + [512.0] * 4 + [1024.0] * 4
-        assert scales == (
-            two_epochs if dist.get_rank() == 0 else [256.0] * 3 + [512.0] * 2 + [1024.0]
-        )
-        loop.finish()
 
     on_two_ranks(body, tmp_path, LIMIT_S)
 
@@ -501,26 +399,5 @@ def test_a_rank_that_skips_alone_says_so_once(tmp_path: Path) -> None:
             # Its own are inf with those of the model, too.
             assert found == 1
         loop.finish()
-
-    on_two_ranks(body, tmp_path, LIMIT_S)
-
-
-@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
-def test_telemetry_of_one_rank(tmp_path: Path) -> None:
-    """Norms of shards are completed on all ranks, whoever reads them."""
-
-    def body() -> None:
-        reset()
-        path = tmp_path / "run.jsonl" if dist.get_rank() == 0 else None
-        accelerator: Any = attach(Accelerator(), sharded=True, telemetry=path and str(path))
-        model = prepared_shards(accelerator, plain := net(), *plain)
-        optimizer = accelerator.prepare_optimizer(sgd(plain))
-        for number in range(3):
-            accelerator.backward(model(batch(number)).square().mean())
-            norm = accelerator.clip_grad_norm_(plain.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert everywhere(float(norm))[0] == float(norm)
-        detach(accelerator)
 
     on_two_ranks(body, tmp_path, LIMIT_S)

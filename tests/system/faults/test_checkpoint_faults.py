@@ -44,8 +44,7 @@ def undisturbed(mode: str) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_kill_at_a_random_moment_of_training(mode: str, tmp_path: Path) -> None:
-    """A new process goes on from the last complete checkpoint, bit for bit. It saves as the other
-    did: in ``delayed`` that publishes."""
+    """A new process goes on from the last complete checkpoint, bit for bit."""
     (whole, calls), folder = undisturbed(mode), tmp_path / "run"
     draw = seeded(f"training {mode}")
     for _ in range(many(KILLS)):
@@ -83,7 +82,7 @@ def test_a_kill_at_a_random_moment_of_training(mode: str, tmp_path: Path) -> Non
         ("sync", "optimizer.bin"),
         ("sync", "custom_checkpoint_0.pkl"),
         ("overlap", "scaler.pt"),
-        ("delayed offload", "random_states_0.pkl"),
+        ("overlap", "random_states_0.pkl"),
     ],
 )
 def test_a_full_disk_in_a_checkpoint_loses_nothing_but_the_checkpoint(

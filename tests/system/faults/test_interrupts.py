@@ -26,7 +26,6 @@ from support import same
 import accel_scaler
 from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
-from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,12 +172,9 @@ def test_a_run_goes_on_after_an_update_that_was_ended_half_way(
     goes_on(run, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed", "sync offload"])
-def test_an_interrupted_hand_over_moves_nothing_and_is_logged(
-    mode: str, logged: Any, tmp_path: Path
-) -> None:
-    before, after, _ = states(mode)
-    run = Run(mode).train(WINDOW)
+def test_an_interrupted_hand_over_moves_nothing_and_is_logged(logged: Any, tmp_path: Path) -> None:
+    before, after, _ = states("overlap")
+    run = Run("overlap").train(WINDOW)
     run.around_step = mock.patch.object(Worker, "submit", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.train(WINDOW + 1)
@@ -187,19 +183,13 @@ def test_an_interrupted_hand_over_moves_nothing_and_is_logged(
     goes_on(run, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed", "overlap offload", "delayed offload"])
-def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_at_once(
-    mode: str, logged: Any, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_while_the_forward_waits_for_the_update_is_handled_at_once(
+    logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not once the update is over: the one here does not end before the interrupt was handled.
-
-    In ``overlap`` the forward waits; in ``delayed`` the next boundary, for all of the update.
-    """
-    _, after, _ = states(mode)
-    run = Run(mode).train(WINDOW)
-    stepper = async_stepper_of(run.optimizer.optimizer)
-    assert stepper is not None
-    stepper.wait()  # synchronize() would publish, and change what delayed computes
+    """Not once the update is over: the one here does not end before the interrupt was handled."""
+    _, after, _ = states("overlap")
+    run = Run("overlap").train(WINDOW)
+    run.optimizer.synchronize()
     gate, late = threading.Event(), []
     step_part, wait = Replica.step_part, Task.wait
 
@@ -208,9 +198,8 @@ def test_an_interrupt_while_the_training_thread_waits_for_the_other_is_handled_a
         step_part(self, *args)
 
     def waiting(self: Task, *args: Any) -> bool:
-        awaited = mode.startswith("overlap") == bool(args and args[0] is not None)  # a part, or all
-        is_update = self.parts > 0  # not what is made for the next boundary
-        if awaited and is_update and not self.finished and not gate.is_set():
+        is_for_a_part = bool(args) and args[0] is not None
+        if is_for_a_part and not self.finished and not gate.is_set():
             interrupt()
         return wait(self, *args)
 

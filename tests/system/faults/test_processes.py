@@ -23,7 +23,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
-from children import RANKS, become_rank, fork, free_port, many
+from children import RANKS, become_rank, fork, free_port
 from fault_run import MODES, Run
 from launching import run
 from support import mlp, same
@@ -43,12 +43,8 @@ TIMEOUT_S = 3
 """Of gloo, where a rank is stopped."""
 SIGNALS = ("ctrl-c", "ctrl-c saved", "sigterm saved")
 FAULTS = ("killed", "stopped", "raises")
-# An exit of Python with torch takes a second; FAULT_MOMENTS above 1 has all modes.
-MANY = many(1) > 1
-SIGNALLED = list(MODES) if MANY else ["sync", "overlap"]
-RANKED = ["overlap", "delayed offload"] if MANY else ["overlap"]
-CASES = {f"{fault}, {mode}": 1 for fault in SIGNALS for mode in SIGNALLED}
-CASES |= {f"{fault}, {mode}": RANKS for fault in FAULTS for mode in RANKED}
+CASES = {f"{fault}, {mode}": 1 for fault in SIGNALS for mode in MODES}
+CASES |= {f"{fault}, overlap": RANKS for fault in FAULTS}
 
 
 def exit_on_signal(number: int, _: Any) -> None:
@@ -95,9 +91,7 @@ def train_rank(case: str, rank: int, folder: Path) -> None:
     timeout = timedelta(seconds=TIMEOUT_S if fault == "stopped" else LIMIT_S)
     group = InitProcessGroupKwargs(backend="gloo", timeout=timeout)
     plain = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[group])
-    accelerator: Any = attach(
-        plain, ScalerConfig(**MODES[mode], init_scale=1024.0, optimizer_threads=1)
-    )
+    accelerator: Any = attach(plain, ScalerConfig(step_mode=mode, init_scale=1024.0))
     layers = mlp()
     model, optimizer = accelerator.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
     step_part, steps = Replica.step_part, itertools.count()  # of one part each
@@ -193,7 +187,7 @@ def test_a_process_ends_with_its_own_status_in_time(ended: Any, case: str) -> No
         assert f"window {WINDOW + 1}" not in output, "it trained on alone"
 
 
-@pytest.mark.parametrize("mode", SIGNALLED)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ending", ["ctrl-c saved", "sigterm saved"])
 def test_what_was_saved_then_has_the_update_whole(ended: Any, ending: str, mode: str) -> None:
     """An asynchronous one was finished; in ``sync``, where the signal comes before the first

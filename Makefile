@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# What recipes need, and what all the rest needs.
+# Marks of the packages that recipes need, and of the packages that all the rest needs.
 RECIPES := $(VENV)/.recipes
 STAMP := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt

@@ -26,7 +26,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def finished(device: str) -> object:
-    """What a test has enqueued does not run into the next one."""
+    """The tasks that a test has enqueued do not run into the next test."""
     yield
     synchronize()
 

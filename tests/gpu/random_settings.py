@@ -2,7 +2,7 @@
 
     python tests/gpu/random_settings.py [--runs N] [--minutes M] [--seed S] [--only N]
 
-The device is a simulated one (``accelerators``), the histories those of ``history_operations.py``.
+The device is a simulated one (``accelerators``); ``history_operations.py`` draws the histories.
 Where its module has ``set_delay``, each run has other delays; where it has ``races``, a run fails
 on accesses that nothing orders, whatever its numbers. Exit status 1 after a failure, with the seed
 and the history.
@@ -41,7 +41,7 @@ DELAYS = [(0.0, 0, 0.0, 0), (0.1, 300, 0.1, 300), (0.0, 0, 0.5, 3000), (0.3, 100
 def failure(
     setup: Setup, calls: Sequence[Call], delay: tuple[float, int, float, int], seen: Counter[str]
 ) -> str:
-    """What is wrong; "" where nothing is."""
+    """The fault that was found; "" where there is none."""
     backend: Any = module()
     if hasattr(backend, "set_delay"):
         backend.set_delay(*delay)

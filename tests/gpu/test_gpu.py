@@ -1,4 +1,4 @@
-"""What only a device can show: its kernels' numbers, and how often a step synchronises."""
+"""Facts that only a device can show: its kernels' numbers, and how often a step synchronises."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_fused_sgd_whose_first_step_overflows_starts_clean() -> None:
     fused, plain = mlp(64).to(DEVICE), mlp(64).to(DEVICE)
     for model, kind in ((fused, "fused sgd"), (plain, "sgd")):
         optimizer, scaler = optimizer_of(kind, model), GradScaler(KIND, **SETTINGS)
-        # What a fresh allocation finds in memory that was used before.
+        # A fresh allocation finds this in memory that was used before.
         litter = [torch.full((64 * 8,), float("nan"), device=DEVICE) for _ in range(64)]
         del litter
         for step in range(4):

@@ -80,7 +80,7 @@ def free_port() -> int:
 
 
 def become_rank(rank: int, port: int) -> None:
-    """What a launcher tells a rank of gloo on a CPU."""
+    """Set the variables by which a launcher makes this process a rank of gloo on a CPU."""
     os.environ |= {
         **{"RANK": str(rank), "LOCAL_RANK": str(rank)},
         **{"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)},
@@ -89,8 +89,8 @@ def become_rank(rank: int, port: int) -> None:
 
 
 def on_two_ranks(body: Callable[[], object], folder: Path, limit_s: int = LIMIT_S) -> None:
-    """Run ``body`` on two gloo ranks; what it asserts there fails the test here, and so does a rank
-    that waits for ever."""
+    """Run ``body`` on two gloo ranks; a failed assertion there fails the test here, and so does a
+    rank that waits for ever."""
     port, outputs = free_port(), [folder / f"rank{rank}.txt" for rank in range(RANKS)]
 
     def ranked(rank: int) -> None:

@@ -1,6 +1,6 @@
-"""A training loop on the device under test. The same loop on a CPU is its reference.
+"""A training loop on the device under test; the same loop on a CPU is its reference.
 
-The numbers of a simulated device are the CPU's, and it reports accesses that nothing orders.
+A simulated device has the CPU's numbers, and reports accesses that nothing orders.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Training:
         scaled: with a scaler, whose loss overflows in step ``OVERFLOW``.
         model: makes the model, the same on each call.
         shard: shards it.
-        settings: those of ``AsyncOptimizer``.
+        settings: of ``AsyncOptimizer``.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ def run(program: Program, **settings: Any) -> list[Tensor]:
 
 
 def assert_as_on_a_cpu(program: Program, *, offload: str = "none", **settings: Any) -> None:
-    """On the device the program gives what it gives on a CPU."""
+    """The program gives the same numbers on the device and on a CPU."""
     mine = run(program, offload=offload, **settings)
     expected = run(program, device="cpu", **settings)
     assert_same(mine, expected)

@@ -41,7 +41,7 @@ def momentum(params: Any, kind: Any = torch.optim.SGD) -> torch.optim.Optimizer:
 
 
 class Progress:
-    """What a user's script keeps: the number of the next window."""
+    """The number of the next window, as a user's script keeps it."""
 
     def __init__(self) -> None:
         self.window = 0

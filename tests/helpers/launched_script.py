@@ -1,6 +1,6 @@
 """A raw Accelerate loop that knows nothing of accel_scaler. Not a test: tests launch it.
 
-Each rank prints one JSON line of facts about its process and what it trained. With ``CALL_ATTACH``
+Each rank prints one JSON line of facts about its process and its training. With ``CALL_ATTACH``
 in the environment it is a script that calls ``attach``, for comparison.
 """
 
@@ -50,7 +50,7 @@ def text_of_failure(call: Any) -> list[str]:
 
 
 def facts() -> dict[str, Any]:
-    """What a script may know of the way it was started."""
+    """All that a script may know of the way it was started."""
     main = sys.modules["__main__"]
     code = "import sys; print(sys.argv[1:], 'accelerate' in sys.modules, 'torch' in sys.modules)"
     return {
@@ -79,7 +79,7 @@ HELD: ContextVar[Held] = ContextVar("HELD")
 
 
 def in_context(call: Any) -> Any:
-    """What ``call`` returns, once no copy of the context that it ran in is left.
+    """Call it, and return its result once no copy of the context that it ran in is left.
 
     ``backward`` gives each collective of DDP a copy, which a thread of gloo drops late on a busy
     machine. torch aborts a process that ends meanwhile: "terminate called without an active

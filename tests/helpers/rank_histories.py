@@ -100,8 +100,8 @@ def possible(setup: Setup, windows: Sequence[Window]) -> History:
     if setup.low:
         setup = replace(setup, mode="sync")
     if setup.limit and setup.clip == "all" and setup.alone == "apart":
-        setup = replace(setup, clip="each")  # the norm of all is not that of each
-    # What overflows by its scale is not made again here, or makes the next growth wait.
+        setup = replace(setup, clip="each")  # the norm of all is not the norm of each
+    # A window that overflows by its scale is not made again here, or the next growth waits for it.
     is_kept = setup.retry and bool(setup.headroom or setup.alone or setup.group == "join")
     if is_kept:
         setup = replace(setup, scale=4.0 if setup.headroom else 1024.0)
@@ -223,7 +223,7 @@ class Pair:
 
 
 def wrong(history: History, answers: Sequence[Answer]) -> str:
-    """What is wrong with a history; "": nothing. Where one rank raises, the other has to end."""
+    """The fault of a history, "" for none. Where one rank raises, the other one has to end."""
     raises = {rank: window.raises for window in history[1] if window.raises for rank in window.on}
     fine = []
     for rank, answer in enumerate(answers):
@@ -243,7 +243,7 @@ def play_all(
     limit_s: float = LIMIT_S,
     tell: Callable[[str], object] = lambda text: None,
 ) -> str:
-    """What is wrong with each of these, by its name; ``seen`` counts events and answers."""
+    """The faults of these histories, by name; ``seen`` counts events and answers."""
     found, pair = [], None
     with tempfile.TemporaryDirectory() as folder:
         for name, history in histories.items():

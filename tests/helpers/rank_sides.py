@@ -40,7 +40,7 @@ FACTORS = {"inf": math.inf, "nan": math.nan, "loud": LOUD}
 
 @dataclass(frozen=True, repr=False)
 class Setup(Short):
-    """What is chosen before the first window.
+    """The choices before the first window.
 
     Attributes:
         wrap: the model is under ``ddp``, sharded by ``fsdp2``, or, with ``tensor``, has DTensors
@@ -53,7 +53,7 @@ class Setup(Short):
         after: so many windows come after the group.
         low: parameters of 16 bits, with float32 masters.
         micro: micro-batches in a window.
-        clip: ``all`` at once, those of the ``model``, ``each`` optimizer's, or each ``value``.
+        clip: ``all`` at once, the ``model``'s parameters, ``each`` optimizer's, each ``value``.
         early: it clips after each micro-batch.
         limit: ``skip_norm_above``.
         unlike: rank 1 has no setting of ``retry``, ``headroom``, ``heal`` and ``find``.
@@ -112,7 +112,7 @@ class Window(Short):
 
 
 class Raised(Exception):  # noqa: N818
-    """What a rank raises in the middle."""
+    """A rank raises this in the middle."""
 
 
 class Net(nn.Module):
@@ -144,7 +144,7 @@ class Side:
     optimizers skipped, the next scale and learning rates."""
 
     wrapped: Any
-    """What the loop calls."""
+    """The model as the loop calls it."""
     optimizers: Sequence[Any]
 
     def __init__(self, setup: Setup) -> None:
@@ -339,7 +339,7 @@ class Plain(Side):
             yield
         if self.is_local:
             self.average()
-        if self.setup.group == "join" and self.setup.scaled:  # those of who has trained most
+        if self.setup.group == "join" and self.setup.scaled:  # of the rank that has trained most
             states = everywhere((len(self.seen), self.scale, self.good))
             _, self.scale, self.good = max(states, key=lambda state: int(state[0]))
         self.is_local = False

@@ -1,4 +1,4 @@
-"""What tests on two ranks share: a network, a watch on collectives, and torch's own loop."""
+"""The parts that tests on two ranks share: a network, a watch on collectives, torch's own loop."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def ours(
 
 
 def differing(mine: Result, theirs: Result) -> list[str]:
-    """What two runs do not have in common, bit for bit."""
+    """The names of the results in which two runs differ, bit for bit."""
     found = [k for k in ("losses", "skipped", "scales", "rates") if mine[k] != theirs[k]]
     found += [k for k in ("weights", "looks") if not torch.equal(mine[k], theirs[k])]
     states = mine["state"], theirs["state"]

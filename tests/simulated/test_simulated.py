@@ -1,7 +1,7 @@
 """The simulated accelerator keeps its own promises: costs, memory, and a race that is noticed.
 
-Times are those of the simulated clocks, which do not depend on how busy this machine is; of the
-real clock a test asserts no more than that the time has passed. See Note [Costs] in sim.cpp.
+A test reads the simulated clocks, which do not depend on how busy this machine is. Of the real
+clock it asserts no more than that the time has passed. See Note [Costs] in sim.cpp.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ SECTION = """accel_scaler:
 
 
 def letters(text: str) -> Counter[str]:
-    """What was printed, by two ranks into each other's lines, so in any order."""
+    """The letters of the output, which two ranks print into each other's lines, in any order."""
     return Counter("".join(text.split()))
 
 

@@ -58,7 +58,7 @@ def train(
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_ranks_with_other_gradients_agree_on_a_spike(precision: str, tmp_path: Path) -> None:
-    """Split by hand: the norm is that of all ranks, taken before a clip of any kind."""
+    """Split by hand: the norm is of all ranks together, taken before a clip of any kind."""
 
     def body() -> None:
         for how in ("none", "whole", "parts", "values"):

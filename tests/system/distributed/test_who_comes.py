@@ -169,7 +169,7 @@ def no_sync_before(loop: Stock | Ours, x: Tensor) -> Iterator[Tensor]:
 def test_a_last_backward_that_ddp_does_not_reduce(
     outputs: Callable[[Any, Tensor], Iterator[Tensor]], settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """What overflows in it, on rank 1, is that rank's alone."""
+    """An overflow in it, on rank 1, is that rank's alone."""
 
     def train(loop: Stock | Ours) -> Any:
         for number in range(4):
@@ -380,7 +380,7 @@ def test_ranks_that_agree_at_each_step_may_not_run_out_of_inputs(tmp_path: Path)
 
 
 def test_a_rank_that_skips_alone_says_so_once(tmp_path: Path) -> None:
-    """An overflow of parameters that DDP does not reduce; not one of those that it does."""
+    """An overflow of parameters that DDP does not reduce, not one of parameters that it reduces."""
 
     def body() -> None:
         said: list[str] = []
@@ -396,7 +396,7 @@ def test_a_rank_that_skips_alone_says_so_once(tmp_path: Path) -> None:
                 own.weight.grad.fill_(torch.inf)
             loop.step(loop.optimizer, optimizer)
             found = sum("sharded=True" in each for each in said)
-            # Its own are inf with those of the model, too.
+            # In the first window its own gradients are inf together with the model's.
             assert found == 1
         loop.finish()
 

@@ -29,7 +29,7 @@ FAILS = 5
 
 @functools.cache
 def undisturbed(mode: str) -> tuple[dict[str, Any], int]:
-    """What the run leaves, and how many calls it makes."""
+    """The result of the run, and how many calls it makes."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(mode)
         result = run.train(after=saver(Path(folder))).result()

@@ -34,7 +34,7 @@ WINDOW = 4
 MOMENTS = 8
 WATCHED = (str(Path(accel_scaler.__file__).parent), str(Path(torch.optim.__file__).parent))
 PARTLY = "may have moved"
-"""What the log has of an update that may be made in part."""
+"""The log says this of an update that may be made in part."""
 
 
 class At:

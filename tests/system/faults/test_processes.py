@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT_S = 90
 WINDOW = 4
-"""In whose update it happens; on rank 1, where there are two."""
+"""The fault happens in the update of this window; on rank 1, where there are two ranks."""
 SLOW_S = 0.3
 """How long the update that is interrupted still takes on the optimizer thread."""
 TIMEOUT_S = 3
@@ -56,7 +56,7 @@ def meet_signal(case: str, folder: Path) -> None:
     ending, mode = case.split(", ")
     signal.signal(signal.SIGTERM, exit_on_signal)
     run = Run(mode, telemetry=str(folder / f"{case}.jsonl"))
-    # Windows 2, 6 and 7 overflow, so the fourth update is that of window 4.
+    # Windows 2, 6 and 7 overflow, so window 4 has the fourth update.
     updates = itertools.count(1)
 
     def send() -> None:
@@ -229,7 +229,7 @@ print("end of the script")
 
 
 def test_an_exit_waits_for_a_hanging_update_no_longer_than_its_limit(tmp_path: Path) -> None:
-    """The limit is 60 s, here half a second; the status is that of a script that ran through."""
+    """The limit is 60 s, here half a second; the script ends with the status of success."""
     code, out, err = run([sys.executable, "-c", HANGS], tmp_path)
     assert code == 0, err
     assert out == "end of the script\n"

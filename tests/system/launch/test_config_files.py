@@ -24,7 +24,7 @@ GLOO = {"ACCELERATE_USE_CPU": "true"}
 
 
 def facts_of(*commands: list[str], folder: Path, **extra: str) -> list[dict[str, Any]]:
-    """What every rank trained, by rank, once all of these have ended well, together."""
+    """The training of every rank, by rank, once all of these commands have ended well."""
     ended = [finish(p) for p in [start(command, folder, **extra) for command in commands]]
     for code, _, err in ended:
         assert code == 0, err
@@ -46,7 +46,7 @@ def as_trained(facts: list[dict[str, Any]], precision: str = "fp16") -> None:
 
 
 def trained_here(precision: str) -> list[list[Any]]:
-    """What one process trains here, with ``attach`` called."""
+    """The weights that one process trains here, with ``attach`` called."""
     settings = {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_USE_CPU": "true"}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**settings, "CALL_ATTACH": "1"}.items():

@@ -85,7 +85,7 @@ def test_an_unchanged_script_trains_attached_and_sees_no_difference(folder: Path
     assert ours["traceback"] == [str(folder / script[0])] * 2
     assert ours["stdin"] == "from stdin\n"
     assert ours["child"] == ["from the child", "__main__"]
-    # Every Accelerator is attached, those of spawned processes too.
+    # Every Accelerator is attached, in spawned processes too.
     assert (stock["child_class"], ours["child_class"]) == ("Accelerator", "ScaledAccelerator")
     trained = ours["trained"]
     assert trained == stock["trained"]

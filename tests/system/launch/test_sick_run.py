@@ -25,7 +25,7 @@ CURE = [f"{SICK}.wo", f"{SICK}.act"]
 
 
 def run(folder: Path, *flags: str, ranks: int = 1, end: bool = True) -> tuple[Any, list[str]]:
-    """The facts of the first rank, and what it said on standard error, line by line."""
+    """The facts of the first rank, and its lines on standard error."""
     several = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
     where = CPU if ranks == 1 else [*several, "--mixed_precision", "fp16"]
     script = [str(HELPERS / "sick_script.py"), *["--end"] * end]

@@ -21,8 +21,8 @@ KEPT: dict[str, dict[str, Any]] = {
     "offload": {"offload": "cpu"},
     "masters, offload": {"dtype": HALF, "offload": "cpu"},
 }
-"""The state that a step keeps beside the parameters, or on the host. Without either it is torch's
-own: test_steps_gpu.py."""
+"""The state that a step keeps beside the parameters, or on the host. A step that keeps none is
+torch's own: test_steps_gpu.py."""
 
 each_kept = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 
@@ -121,7 +121,7 @@ def test_a_program_gives_what_it_gives_on_a_cpu(program: Program, kept: dict[str
 
 @each_kept
 @pytest.mark.parametrize("make", [sgd, fused_adamw])
-def test_each_kind_of_optimizer_does(make: Any, kept: dict[str, Any]) -> None:
+def test_each_kind_of_optimizer_gives_a_cpus_numbers(make: Any, kept: dict[str, Any]) -> None:
     if kept.get("dtype") is HALF and make is fused_adamw and not is_simulated():
         pytest.skip("real kernels round a float16 product otherwise")
     assert_as_on_a_cpu(plain, make=make, **kept)

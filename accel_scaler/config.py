@@ -16,8 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from .config_file import read_config
 from .errors import AccelScalerError, ConfigError, shown
@@ -82,11 +81,6 @@ SWITCH = Kind(
     lambda value: isinstance(value, bool),
     lambda text: (text.strip().lower() in TRUE) if text.strip().lower() in TRUE + FALSE else text,
 )
-THREADS = Kind(
-    f"{COUNT.allowed}, or 'auto'",
-    lambda value: value == "auto" or COUNT.check(value),
-    lambda text: "auto" if text.strip().lower() == "auto" else int(text),
-)
 NORM = Kind(
     "a number > 0, or a factor of at least 1 on the median, such as '4x'",
     lambda value: is_positive(value) or (is_factor(value) and float(value[:-1]) >= 1.0),
@@ -117,21 +111,18 @@ def choice(default: str, literal: Any) -> Any:
     return setting(default, Kind(allowed, lambda value: value in texts))
 
 
-StepMode = Literal["sync", "overlap", "delayed", "auto"]
-Compensation = Literal["auto", "preview", "none"]
+StepMode = Literal["sync", "overlap"]
 Offload = Literal["none", "cpu"]
 Masters = Literal["auto", "fp32", "none"]
 OnOverflow = Literal["skip", "retry"]
 Search = Literal["auto", "replay", "always", "off"]
-Threads = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
     """Every setting of the scaler and of the optimizer step, checked on construction.
 
-    A text is read as a flag's: ``"1024"``, ``"true"``, ``"*.wo, h.3"``. HfArgumentParser takes the
-    class beside TrainingArguments.
+    A text is read as a flag's: ``"1024"``, ``"true"``, ``"*.wo, h.3"``.
 
     Raises:
         ConfigError: with the field, the value and what is allowed.
@@ -147,23 +138,13 @@ class ScalerConfig:
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
         sharded: Ranks hold different gradients by sharding of your own (DTensors and FSDP are
             detected): they agree on each skip by one all-reduce per window.
-        step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a second
-            thread, and each parameter's next use waits for it. delayed: on a second thread; the
-            model gets each update one step late (see delay_compensation). auto: sync or overlap,
-            whose numbers are the same: both are timed in this run, then the faster one is used.
-        delay_warmup_steps: With delayed: run the first N steps as overlap, counted across resumes.
-        delay_compensation: With delayed: which part of an update the model gets without delay.
-            preview: the update as it would be without its gradient, plus a simpler step along that
-            gradient. none: nothing. auto: a preview where the optimizer has one, else none.
+        step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a CPU on
+            a second thread, and each parameter's next use waits for it; on a device as sync.
         offload: Where the optimizer's state is kept and updated. none: with the parameters. cpu: in
             host memory, with float32 master weights.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
             masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
-            auto: fp32 for float16, in an fp16 run for bfloat16, too. offload and delayed: all fp32.
-        optimizer_threads: CPU threads of an optimizer that steps on a second thread, whatever
-            OMP_NUM_THREADS is. auto: physical cores / ranks on this host, less one, at least 1.
-        fold_unscale: Let the fused kernel unscale, and on a CPU clip: faster. Then .grad stays
-            scaled between a clip and the step, and an active clip may differ by one rounding.
+            auto: fp32 for float16, in an fp16 run or with offload for bfloat16, too.
         skip_nonfinite: Skip a window with inf or NaN in its gradients. False: step, as stock does
             in bf16 and fp32; refused in fp16, where such windows are how the scale is found.
         skip_norm_above: Skip an optimizer step whose gradient norm (unscaled, before clipping) is
@@ -198,12 +179,8 @@ class ScalerConfig:
     hysteresis: int = setting(1, COUNT)
     sharded: bool = setting(False, SWITCH)
     step_mode: StepMode = choice("sync", StepMode)
-    delay_warmup_steps: int = setting(0, count(0))
-    delay_compensation: Compensation = choice("auto", Compensation)
     offload: Offload = choice("none", Offload)
     master_weights: Masters = choice("auto", Masters)
-    optimizer_threads: Threads = setting("auto", THREADS)
-    fold_unscale: bool = setting(False, SWITCH)
     skip_nonfinite: bool = setting(True, SWITCH)
     skip_norm_above: float | str | None = setting(None, optional(NORM))
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
@@ -216,6 +193,11 @@ class ScalerConfig:
     underflow_interval: int = setting(100, COUNT)
     log_values: bool = setting(True, SWITCH)
 
+    def __new__(cls, **fields: Any) -> ScalerConfig:
+        for name in fields.keys() - FIELDS.keys():
+            checked(name, fields[name])  # says what to write instead
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in FIELDS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
@@ -225,11 +207,9 @@ class ScalerConfig:
                 f"got min_scale={self.min_scale!r}, init_scale={scale!r} and "
                 f"max_scale={self.max_scale!r}, expected them in ascending order."
             )
-        is_delayed, is_offloaded = self.step_mode == "delayed", self.offload == "cpu"
-        if self.master_weights == "none" and (is_delayed or is_offloaded):
-            other = "step_mode='delayed'" if is_delayed else "offload='cpu'"
+        if self.master_weights == "none" and self.offload == "cpu":
             raise ConfigError(
-                f"master_weights='none' updates parameters in place, {other} updates float32 "
+                "master_weights='none' updates parameters in place, offload='cpu' updates float32 "
                 "masters; drop one of the two."
             )
         if self.heal and self.find_overflow == "off":
@@ -268,6 +248,14 @@ class ScalerConfig:
         is_wanted = self.telemetry is not None or self.max_consecutive_skips is not None
         return 1 if is_wanted or self.finds_overflow != "watch" else LOOKS_AFTER
 
+    @staticmethod
+    def arguments() -> type[Any]:
+        """A dataclass for ``transformers.HfArgumentParser``, beside TrainingArguments: a flag for
+        each field, with its help. The parser makes a ScalerConfig of it."""
+        fields = [(name, _flag_type(name), _flag_of(name)) for name in FIELDS]
+        namespace = {"__new__": lambda _, **values: ScalerConfig(**values)}
+        return dataclasses.make_dataclass("ScalerArguments", fields, namespace=namespace)
+
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order: also a mapping for ``attach``."""
         return {n: v for n, spec in FIELDS.items() if (v := getattr(self, n)) != spec.default}
@@ -277,11 +265,7 @@ class StepSettings(TypedDict, total=False):
     """Fields of a step beside its mode and offload, as keywords of ``AsyncOptimizer``."""
 
     sharded: bool
-    delay_warmup_steps: int
-    delay_compensation: Compensation
     master_weights: Masters
-    optimizer_threads: Threads
-    fold_unscale: bool
 
 
 class Settings(StepSettings, total=False):
@@ -319,13 +303,6 @@ ABOUT = {
     for name, text in re.findall(r"^    (\w+): ((?:.|\n {8})+)", _rows, re.MULTILINE)
 }
 """The help of each field, from the docstring."""
-
-# HfArgumentParser makes flags of the fields: ``metadata`` is for argparse, and a text that is of no
-# single type, as ``none``, it is to hand on as it is.
-for _name, _spec in FIELDS.items():
-    _spec.metadata = MappingProxyType({"help": f"{ABOUT[_name]} Takes {KINDS[_name].allowed}."})
-_texts = ("optimizer_threads", "fp32_modules", "min_scale", "max_scale", "max_consecutive_skips")
-ScalerConfig.__annotations__ |= dict.fromkeys(_texts, "str")
 
 Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field; texts are converted."""
@@ -368,6 +345,7 @@ def environment(environ: Mapping[str, str]) -> Source:
 def checked(name: Any, value: Any) -> Any:
     """``value`` as a config holds it: a text is read, a list a tuple, a path a text. Raises
     ``ConfigError`` for a name of no field, or a value that the field does not take."""
+    refuse_retired(str(name))
     if name not in FIELDS:
         fields = f"The fields are {', '.join(FIELDS)}."
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")
@@ -375,16 +353,51 @@ def checked(name: Any, value: Any) -> Any:
     if isinstance(value, str):
         with suppress(ValueError):  # what cannot be converted is refused as it is
             value = kind.convert(value)
+    refuse_retired(f"{name}={value!r}")
     if not kind.check(value):
         raise ConfigError(f"{name}: got {shown(value)}, expected {kind.allowed}.")
     value = tuple(value) if isinstance(value, list) else value
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+RETIRED = {
+    "delay_warmup_steps": "step_mode 'delayed' is gone, so drop it",
+    "delay_compensation": "step_mode 'delayed' is gone, so drop it",
+    "fold_unscale": "drop it, gradients are unscaled in one pass without it",
+    "optimizer_threads": "drop it, the optimizer thread takes physical cores / ranks, less one",
+    "mode": "write step_mode",
+    "step_mode='delayed'": "use offload='cpu' where state does not fit, else 'sync'",
+    "step_mode='auto'": "use 'sync', or on a CPU with a core to spare 'overlap'",
+}
+"""Settings, and values of settings, of earlier releases, and what to use instead."""
+
+
+def refuse_retired(written: str) -> None:
+    """Raise ``ConfigError`` for a setting, or a value of one, that was retired."""
+    if written in RETIRED:
+        raise ConfigError(f"{written} is retired: {RETIRED[written]}.")
+
+
 def suggestion(written: str, known: Iterable[str], otherwise: str) -> str:
     """A question with the nearest known name, ``otherwise`` if none is near."""
     near = difflib.get_close_matches(written[:80].lower(), known, n=1)
     return f"Did you mean {near[0]}?" if near else otherwise
+
+
+def help_of(name: str) -> str:
+    """What a field means, and what it takes."""
+    return f"{ABOUT[name]} Takes {KINDS[name].allowed}."
+
+
+def _flag_of(name: str) -> Any:
+    return field(default=FIELDS[name].default, metadata={"help": help_of(name)})
+
+
+def _flag_type(name: str) -> Any:
+    """The type by which HfArgumentParser converts a flag: a text, where None or a list is one."""
+    hint = get_type_hints(ScalerConfig)[name]
+    is_simple = hint in (int, float, bool) or get_origin(hint) is Literal
+    return hint if is_simple else str
 
 
 def _text(value: Any) -> str:

@@ -1,22 +1,24 @@
 """Differences between the backends of devices.
 
-Streams and events are ``torch.Stream``, ``torch.Event`` and ``torch.accelerator``, which a backend
-outside of torch gets with its device guard. Modules such as ``torch.cuda`` are used only for what
-those lack, and may lack it, too.
+Streams are ``torch.Stream`` and ``torch.accelerator``, which a backend outside of torch gets with
+its device guard. Modules such as ``torch.cuda`` are used only for what those lack, and may lack it,
+too.
 """
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .errors import UnsupportedError
+logger = logging.getLogger("accel_scaler")
 
 
 def present_type() -> str:
@@ -26,28 +28,34 @@ def present_type() -> str:
     return present.type if present else "cpu"
 
 
-def streams_of(device: torch.device) -> Streams | None:
-    """The streams of ``device``; None for the CPU and for a device with one queue.
-
-    Apple's MPS has one queue: all threads enqueue into it, and all streams of torch are the same.
-    Raises ``UnsupportedError`` if the device runs beside the host, and torch has no streams for it.
-    """
-    if device.type == "cpu":
+def present_stream(device: torch.device) -> torch.Stream | None:
+    """This thread's stream on ``device``; None for the CPU and for MPS, which has one queue."""
+    if device.type in ("cpu", "mps") or device.type != present_type():
         return None
+    return torch.accelerator.current_stream(device)
+
+
+def new_event(device: torch.device) -> Any:
+    """An event on which the host sleeps while it waits, where the backend can."""
+    if device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    return torch.Event(device, blocking=True)
+
+
+@contextmanager
+def as_on_stream(stream: torch.Stream | None) -> Iterator[None]:
+    """In the block this thread's operations go to ``stream``; at its end the device is past them.
+    None: nothing changes."""
+    if stream is None:
+        yield
+        return
+    torch.accelerator.set_stream(stream)
     try:
-        if torch.Stream(device) == torch.Stream(device):
-            return None
-        present = torch.accelerator.current_accelerator()
-        if present is not None and present.type == device.type:
-            return Streams(device)
-        why = f"torch.accelerator is {present}, not this device"
-    except (RuntimeError, ValueError) as error:
-        why = f"torch.Stream: {error}"
-    raise UnsupportedError(
-        f"the optimizer's parameters are on {device}, where its steps cannot be put in order with "
-        f"forward and backward ({why}). Use step_mode='sync' without offload, float32 parameters, "
-        "and no AsyncOptimizer."
-    )
+        yield
+    finally:
+        event = new_event(stream.device)
+        event.record(stream)
+        event.synchronize()
 
 
 def device_name(device: torch.device) -> str:
@@ -75,43 +83,17 @@ def is_capturing() -> bool:
     return asks is not None and bool(module.is_initialized() and asks())
 
 
-class Streams:
-    """The streams of one device; any thread may use them. Only ``synchronize`` waits for it."""
+def warn_where_idle(step_mode: str, offload: str, device: torch.device) -> None:
+    """Log, once a process, a setting that has nothing to do on ``device``."""
+    if offload == "cpu" and device.type == "cpu":
+        _warn_once("offload='cpu': the model is on the CPU, so its state is in host memory anyway.")
+    if step_mode == "overlap" and device.type != "cpu":
+        _warn_once(
+            f"step_mode='overlap': on {device.type} parameters are updated as in 'sync'. A device "
+            "has nothing to gain: its optimizer takes 2 to 5 per cent of a step."
+        )
 
-    def __init__(self, device: torch.device) -> None:
-        if device.index is None:
-            # Each thread has a current device of its own.
-            device = torch.accelerator.current_stream().device
-        self.device = device
 
-    def new(self) -> torch.Stream:
-        return torch.Stream(self.device)
-
-    def current(self) -> torch.Stream:
-        """This thread's stream on this device."""
-        return torch.accelerator.current_stream(self.device)
-
-    def synchronize(self) -> None:
-        """Wait until all streams of the device are empty."""
-        torch.accelerator.synchronize(self.device)
-
-    @contextmanager
-    def on(self, stream: torch.Stream) -> Iterator[None]:
-        """In the block this thread's operations go to ``stream``, and its device is current."""
-        elsewhere, here = torch.accelerator.current_stream(), self.current()
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(here)
-            torch.accelerator.set_stream(elsewhere)
-
-    def event(self) -> Any:
-        """A new event, on which the host sleeps while it waits, where the backend can.
-
-        Its methods take no stream, as it may be of another class than ``torch.Event``: it records
-        and waits on the current one.
-        """
-        if self.device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
-            return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        return torch.Event(self.device, blocking=True)
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)

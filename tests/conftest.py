@@ -17,6 +17,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+from accel_scaler.optimizer_step import replica
+
 # Tests that leave a thread end with a full collection; what was imported need not be walked.
 gc.freeze()
 
@@ -109,3 +111,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each parameter, as in a model of a useful size."""
+    monkeypatch.setattr(replica, "SMALLEST_PART", 1)
+    monkeypatch.setattr(replica, "PARTS", 1 << 30)

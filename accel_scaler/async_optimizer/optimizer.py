@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..config import Offload, ScalerConfig, StepMode, StepSettings, merge
+from ..config import Offload, StepMode, StepSettings, merge
+from ..devices import warn_where_idle
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
-from ..optimizer_step import Boundary, async_stepper_of, boundary_of
+from ..optimizer_step import Boundary, boundary_of, master_rule, own_parameters
 from ..scaling import GradScaler, parameters_of, whole
 from .async_stepper import AsyncStepper
-from .hooks import SyncHooks
-from .shared_parameters import take_over
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -37,10 +36,9 @@ class AsyncOptimizer(Optimizer):
     >>> optimizer.step()          # checks, updates the scale, hands the update over
     >>> optimizer.zero_grad()
 
-    ``step_mode="overlap"`` computes what the plain optimizer computes, bit for bit: a parameter is
-    awaited where it is next used. ``"delayed"`` updates float32 masters, which are published one
-    step late; until then the model has a preview (``delay_compensation``). ``"sync"`` steps at
-    once. In every mode float16 parameters train through float32 masters, and if losses are scaled,
+    ``step_mode="overlap"`` computes what the plain optimizer computes, bit for bit: on a CPU a
+    second thread does, and a parameter is awaited where it is next used. ``"sync"`` steps at once.
+    In both modes float16 parameters train through float32 masters, and if losses are scaled,
     bfloat16 ones too.
 
     With ``scaler``, :meth:`step` is the whole boundary. Without, it only updates, so
@@ -54,14 +52,13 @@ class AsyncOptimizer(Optimizer):
     Args:
         optimizer: one of torch's own (or transformers' Adafactor), whose ``step`` treats each
             parameter alone and needs no closure.
-        model: the module that holds its parameters. Needed where a forward cannot be watched
-            parameter by parameter (compiled, FSDP2), and for evaluation in ``delayed``.
+        model: the module that holds its parameters. Its order is the order of updates, and where
+            its reads of parameters cannot be seen (compiled, scripted, FSDP2), ``step`` waits.
         scaler: scales the loss; its windows end with :meth:`step`.
-        step_mode: ``"overlap"``, ``"delayed"``, ``"auto"`` or ``"sync"``, as in ``ScalerConfig``.
+        step_mode: ``"overlap"`` or ``"sync"``, as in ``ScalerConfig``.
         offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
         settings: fields of ``ScalerConfig``: ``master_weights`` (where no ``scaler`` scales,
-            ``"auto"`` steps bfloat16 parameters in place, as torch does), ``delay_warmup_steps``,
-            ``delay_compensation``, ``optimizer_threads``, ``fold_unscale`` and ``sharded``.
+            ``"auto"`` steps bfloat16 parameters in place, as torch does) and ``sharded``.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -80,12 +77,6 @@ class AsyncOptimizer(Optimizer):
         **settings: Unpack[StepSettings],
     ) -> None:
         known, given = StepSettings.__annotations__, dict[str, Any](settings)
-        if "mode" in given and step_mode != "overlap":
-            raise ConfigError(
-                f"AsyncOptimizer: got step_mode={step_mode!r} and mode={given['mode']!r}, which "
-                "is an earlier name of it. Leave out mode."
-            )
-        step_mode = given.pop("mode", step_mode)
         config, _ = merge(("AsyncOptimizer", given | {"step_mode": step_mode, "offload": offload}))
         if foreign := given.keys() - known:
             raise ConfigError(
@@ -100,35 +91,36 @@ class AsyncOptimizer(Optimizer):
         """The wrapped optimizer, under whose name a window knows it."""
         scaled = scaler is not None and scaler.is_enabled()
         self._config, self._closed = replace(config, enabled=scaled), False
-        self._worker = Worker(config.optimizer_threads)
+        self._worker = Worker()
         device = parameters_of(optimizer)[0].device
-        self._hooks = step_beside(
+        warn_where_idle(config.step_mode, config.offload, device)
+        self._stepper = AsyncStepper(
             optimizer,
-            self._config,
-            holder=self,
+            master_rule(self._config, device),
+            config.step_mode,
             worker=self._worker,
-            device=device,
-            parameter_names=None if scaler is None else scaler.parameter_names,
             guards_backward=not scaled,
+            parameter_names=None if scaler is None else scaler.parameter_names,
+            holder=self,
         )
-        self._stepper = self._hooks.stepper
-        self._hooks.owner = weakref.WeakMethod(self._end)
+        self._stepper.on_replaced = weakref.WeakMethod(self._end)
         self._boundary: Boundary | None = None
         try:
-            take_over([(optimizer, config.step_mode, self._stepper.replica.masters)])
-            self._hooks.watch(self._models())
+            own_parameters(self._stepper)
+            self._watch()
             self._stepper.refresh()
             if scaler is not None:  # one for all its optimizers, an accelerator's too
                 found = boundary_of(scaler)
                 self._boundary = found or Boundary(scaler, device, skip_nonfinite=False)
-                self._boundary.add(self, config.fold_unscale)
+                self._boundary.add(self)
                 scaler.ranks.sharded = scaler.ranks.sharded or config.sharded
         except BaseException:
             self.close()
             raise
 
-    def _models(self) -> list[Module]:
-        return [] if self.model is None else [self.model]
+    def _watch(self) -> None:
+        if self.model is not None:
+            self._stepper.watch(self.model)
 
     @property
     def _inside(self) -> bool:
@@ -175,9 +167,9 @@ class AsyncOptimizer(Optimizer):
             raise ConfigError("AsyncOptimizer.step: got a closure, expected none; run it before.")
         if self._inside:
             replica = self._stepper.replica
-            replica.call_step([pair.stepped for pair in replica.pairs], None)
+            replica.call_step([pair.stepped for pair in replica.pairs])
             return
-        self._hooks.watch(self._models())
+        self._watch()
         scaler = self.scaler
         if self._boundary is None or scaler is None:
             self._stepper.step()
@@ -208,8 +200,8 @@ class AsyncOptimizer(Optimizer):
 
         Returns the norm before clipping, unscaled, shape (); float32 for float32 gradients or those
         of masters, else in torch's dtype; inf after an overflow. ``.grad`` is then what torch
-        leaves, but stays scaled until the step where it is float16, or bfloat16 with a master, or
-        on a CPU with ``fold_unscale``. Synchronises where gradients are checked.
+        leaves, but stays scaled until the step where it is float16, or bfloat16 with a master.
+        Synchronises where gradients are checked.
         """
         self._check_open("clip_grad_norm_")
         self._forbid_inside("clip_grad_norm_")
@@ -248,7 +240,7 @@ class AsyncOptimizer(Optimizer):
         if not callable(fn):
             raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
         self._forbid_inside("submit")
-        self._hooks.watch(self._models())
+        self._watch()
         scaler = self.scaler
         fn = self._lent_to(fn)
         if self._boundary is None or scaler is None or not scaler.is_enabled():
@@ -287,10 +279,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def synchronize(self) -> None:
-        """Wait for the step in flight and publish it: parameters and state are the newest then.
-        Synchronises with the device, so that every stream sees them; in ``delayed`` with all its
-        streams, where a newer value is published. Raises ``StepError`` where it failed, and
-        ``OrderError`` in :meth:`submit` or, in ``delayed``, on a thread that does not train."""
+        """Wait for the step in flight: parameters and state are the newest then. Raises
+        ``StepError`` where it failed, and ``OrderError`` in :meth:`submit`."""
         self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
@@ -321,8 +311,8 @@ class AsyncOptimizer(Optimizer):
 
     @untraced
     def close(self) -> None:
-        """Finish, publish, stop the thread, remove every hook: the wrapped optimizer is torch's
-        again. Raises ``StepError`` where the step in flight failed; it is closed all the same."""
+        """Finish, stop the thread, remove every hook: the wrapped optimizer is torch's again.
+        Raises ``StepError`` where the step in flight failed; it is closed all the same."""
         if self._closed:
             return
         self._forbid_inside("close")
@@ -333,7 +323,7 @@ class AsyncOptimizer(Optimizer):
         if self.scaler is not None:
             self.scaler.release(self.optimizer)
         try:
-            self._hooks.close(is_replaced)
+            self._stepper.close(is_replaced)
         finally:
             self._worker.stop()
 
@@ -366,26 +356,6 @@ class AsyncOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"AsyncOptimizer(step_mode={self._config.step_mode!r}, {self.optimizer!r})"
-
-
-def step_beside(
-    optimizer: Optimizer,
-    config: ScalerConfig,
-    *,
-    holder: object | None = None,
-    models: Callable[[], Iterable[Module]] = tuple,
-    **options: Any,
-) -> SyncHooks:
-    """Step ``optimizer`` as ``config`` says, until the returned hooks are closed: by ``holder``, or
-    by the next caller once the holder is gone. ``models`` returns the modules that hold the
-    parameters, once these are known; ``options`` are arguments of :class:`AsyncStepper`."""
-    left = async_stepper_of(optimizer)
-    if isinstance(left, AsyncStepper):
-        if left.hooks is None:  # interrupted while it was made
-            left.close()
-        elif left.hooks.is_left:
-            left.hooks.close()
-    return SyncHooks(AsyncStepper(optimizer, config, **options), holder, models)
 
 
 def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:

@@ -10,26 +10,18 @@ parameter that is ready costs nothing.
 Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted functions, collectives
 and ``torch.func`` do not. But each of them checks that its argument is a tensor. Neither pending
 class has ``Tensor`` among its bases, so the check asks for ``__class__``, a property that waits.
-A DTensor (FSDP2, tensor parallelism) needs no such trick: whatever uses it reads its shard, an
-attribute, which waits.
-
-On a device an operation waits on its own stream, and other streams may use the parameter later.
-Until the device is past the update, the class is restored for one operation only; after it the
-parameter is pending again.
 
 ``.grad`` stays the same object, of class :class:`PendingGradient` until its part of the step is
 done. Dropping it does not wait. Reading it, zeroing it in place or adding to it waits as for a
 parameter. autograd adds to it without asking, so what starts a backward waits: see
 :meth:`accel_scaler.optimizer_step.stepper.Stepper.wait_for_gradients`.
 
-A pending tensor keeps what it waits for in an attribute (``HOLD_KEY``). A parameter refers to its
-hold weakly: a model must not keep an optimizer that nobody uses any more. What is left then is the
-order of the device's work. Only where the model does not have the newest values yet, a parameter
-keeps the hold, which can publish them, until its next use.
+A pending tensor keeps its hold in an attribute (``HOLD_KEY``). A parameter refers to it weakly: a
+model must not keep an optimizer that nobody uses any more. The task in flight keeps the optimizer,
+so a hold that is gone has nothing left to wait for.
 
-Any thread may use a parameter, also while the training thread hands over the next step; on a device
-its operation may then run beside the update. ``_lock`` guards the attribute and every change of a
-class; nobody waits under it.
+Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
+guards the attribute and every change of a class; nobody waits under it.
 """
 
 from __future__ import annotations
@@ -48,16 +40,15 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from ..errors import StepError
 from ..models import is_transformed, untraced
 from .compile_session import is_in_compiled_call
-from .streams import PartEvents
 
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread holds it."""
 
 HOLD_KEY = "accel_scaler_hold"
-"""Attribute of a pending gradient: its :class:`GradientHold`; of a parameter: its ``_Mark``."""
+"""Attribute of a pending gradient: its :class:`GradientHold`; of a parameter: a weak reference to
+its :class:`ParameterHold`."""
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 _grad_of = attrgetter("grad")
@@ -130,18 +121,9 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if func in PASSIVE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    pending = list(_pending_in((args, kwargs)))
-    try:
-        for t in pending:
-            _wait_for(t, everywhere=False)
-        return func(*args, **kwargs)
-    finally:
-        _take_back(pending)
-
-
-def _get_class(self: Any) -> Any:
-    _wait_for(self)
-    return type(self)
+    for t in _pending_in((args, kwargs)):
+        _wait_for(t)
+    return func(*args, **kwargs)
 
 
 def _set_class(self: Any, cls: Any) -> None:
@@ -150,7 +132,7 @@ def _set_class(self: Any, cls: Any) -> None:
 
 
 def _methods_that_wait() -> dict[str, Any]:
-    """Those that do not ask ``__torch_function__``, or that copy class and attributes as well."""
+    """Methods that do not ask ``__torch_function__``, or that copy class and attributes as well."""
     return {n: _waiting(n) for n in ("as_subclass", "set_", "__deepcopy__", "__reduce_ex__")}
 
 
@@ -179,39 +161,9 @@ for _class in (PendingParameter, PendingGradient):
     _class.__bases__ = _class.__bases__  # computes the order of bases anew
 
 _PENDING_OF: dict[Any, Any] = {nn.Parameter: PendingParameter, Tensor: PendingGradient}
-"""Class -> class while pending; DTensor's once there was one."""
+"""Class -> class while pending."""
 _OWN_OF: dict[Any, Any] = {PendingParameter: nn.Parameter, PendingGradient: Tensor}
 """Class while pending -> class."""
-
-
-def _add_dtensor(cls: Any) -> None:
-    """Let parameters of ``cls``, torch's ``DTensor``, be held."""
-
-    class PendingDTensor(cls):  # type: ignore[misc]
-        """A DTensor whose update may still be running on the optimizer thread."""
-
-        __slots__ = ()
-        __torch_function__: Any = classmethod(_torch_function)
-        locals().update(_methods_that_wait())
-
-        # torch.utils.swap_tensors, as in module.to(), gives class and attributes to another tensor.
-        __class__: Any = property(_get_class, _set_class)
-
-        @property
-        def _local_tensor(self) -> Tensor:
-            # Pending again after it, as after an operation: a thread that does not train reads old
-            # values in ``delayed``, and the one that trains has yet to publish the newest.
-            _wait_for(self, everywhere=False)
-            local: Tensor = self._local_tensor
-            _take_back([self])
-            return local
-
-        @_local_tensor.setter
-        def _local_tensor(self, local: Tensor) -> None:
-            _wait_for(self)
-            self._local_tensor = local
-
-    _PENDING_OF[cls], _OWN_OF[PendingDTensor] = PendingDTensor, cls
 
 
 def _pending_in(value: Any) -> Iterator[Any]:
@@ -225,32 +177,23 @@ def _pending_in(value: Any) -> Iterator[Any]:
             yield from _pending_in(item)
 
 
-def _wait_for(t: Any, everywhere: bool = True) -> None:
-    """Wait for the update of ``t``, or for the step that reads it. ``everywhere``: whatever stream
-    uses it then; else only the present one may, and :func:`_take_back` follows. Any thread."""
+def _wait_for(t: Any) -> None:
+    """Wait for the update of ``t``, or for the step that reads it. Any thread."""
     if type(t) is PendingGradient:
-        _wait_for_gradient(t, everywhere)
+        _wait_for_gradient(t)
         return
-    asked: _Mark | None = None
+    asked: weakref.ref[ParameterHold] | None = None
     while type(t) in _OWN_OF:
         with _lock:
-            mark = getattr(t, HOLD_KEY, None)
-            if mark is None or mark is asked:
+            ref = getattr(t, HOLD_KEY, None)
+            if ref is None or ref is asked:
                 _set_classes([t], _OWN_OF)
                 return
-        asked = mark
-        if (hold := mark.hold()) is not None:
-            hold.wait_for(t, everywhere)
-        elif mark.follow(everywhere):
-            _release([t], mark)
-
-
-def _take_back(tensors: Iterable[Any]) -> None:
-    """Make those of ``tensors`` pending again for which other streams still have to wait."""
-    with _lock:
-        for t in tensors:
-            if hasattr(t, HOLD_KEY):
-                _set_classes([t], _PENDING_OF)
+        asked = ref
+        if (hold := ref()) is not None:
+            hold.wait_for(t)
+        else:
+            _release([t], ref)
 
 
 def _set_classes(tensors: Sequence[Any], classes: dict[Any, Any]) -> None:
@@ -267,10 +210,10 @@ def _hold(tensors: Sequence[Any], hold: object) -> None:
         _set_classes(tensors, _PENDING_OF)
 
 
-def _release(params: Iterable[Any], mark: object) -> None:
-    """Those of ``params`` that wait for ``mark`` are plain parameters again."""
+def _release(params: Iterable[Any], ref: object) -> None:
+    """The ``params`` that wait for the hold behind ``ref`` are plain parameters again."""
     with _lock:
-        mine = [p for p in params if getattr(p, HOLD_KEY, None) is mark]
+        mine = [p for p in params if getattr(p, HOLD_KEY, None) is ref]
         _set_classes(mine, _OWN_OF)
         _consume(map(delattr, mine, repeat(HOLD_KEY)))
 
@@ -281,37 +224,15 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def wait_for_parameters(params: Sequence[Tensor]) -> None:
-    """Wait for those of ``params`` that are pending, for whatever stream uses them."""
+    """Wait for the ``params`` that are pending."""
     if not _OWN_OF.keys().isdisjoint(map(type, params)):
         for p in params:
             _wait_for(p)
 
 
 def can_hold_parameters(params: Iterable[Tensor]) -> bool:
-    """Whether uses can be seen: plain parameters and DTensors, no other subclass."""
-    kinds: set[Any] = set(map(type, params))
-    for kind in kinds - {*_PENDING_OF, *_OWN_OF}:
-        if (kind.__module__, kind.__name__) == ("torch.distributed.tensor", "DTensor"):
-            _add_dtensor(kind)
-    return kinds <= {*_PENDING_OF, *_OWN_OF} - {Tensor, PendingGradient}
-
-
-@dataclass(slots=True, eq=False)
-class _Mark:
-    """What a pending parameter keeps: its hold, weakly, and the order of the device's work."""
-
-    hold: weakref.ref[ParameterHold]
-    order: PartEvents | None
-    fenced: ParameterHold | None
-    """The hold, where its fence can publish values that the parameter does not have yet."""
-
-    def follow(self, everywhere: bool) -> bool:
-        """The hold is gone with its optimizer: order uses after all that was enqueued. Returns
-        whether the device is past it; ``everywhere`` waits for that."""
-        if self.order is None:
-            return True
-        self.order.follow()
-        return self.order.is_past(wait=everywhere)
+    """Whether uses can be seen: of plain parameters, not of a subclass such as DTensor."""
+    return set(map(type, params)) <= {nn.Parameter, PendingParameter}
 
 
 @dataclass(eq=False)
@@ -327,59 +248,37 @@ class ParameterHold:
     wait: Callable[[int], int]
     """Called with a number of parts, on the thread that uses a parameter; returns how many are done
     (at least that many), or raises ``StepError``."""
-    order: PartEvents | None = None
-    """The parts on the device, where ``wait`` orders the present stream only. None: what was waited
-    for is done."""
-    fence: Callable[[], bool] | None = None
-    """Called first, on the thread that uses a parameter, until it is lifted. Returns whether all is
-    done by now. Else the use waits for its part, and the parameter stays pending."""
     was_traced: bool = False
     """A compiled function has met one of the parameters while it was pending."""
     _released: int = 0
     """How many of ``params``, from the first on, are plain again."""
 
     def __post_init__(self) -> None:
-        self._mark = _Mark(weakref.ref(self), self.order, None if self.fence is None else self)
+        self._ref = weakref.ref(self)
         wait_for_parameters(self.params)
         try:
-            _hold(self.params, self._mark)
+            _hold(self.params, self._ref)
         except BaseException:  # Ctrl-C, with some of them held
             self.release()
             raise
 
-    def wait_for(self, p: Tensor, everywhere: bool = True) -> None:
-        """Wait for ``p``, and restore the class of every parameter that is ready. For
-        ``everywhere`` see ``_wait_for``."""
+    def wait_for(self, p: Tensor) -> None:
+        """Wait for ``p``, and restore the class of every parameter that is ready."""
         with outside_transforms():
-            fence, part = self.fence, self.part_of[id(p)]
+            part = self.part_of[id(p)]
             if is_in_compiled_call():
                 # It was compiled for plain parameters: each pending one costs a compile, and after
                 # some of them dynamo runs the function uncompiled. So wait for all at the first.
-                self.was_traced = everywhere = True
+                self.was_traced = True
                 part = len(self.ends)
-            if fence is not None and fence():
-                return
-            try:
-                done = self.wait(part)
-            except StepError:
-                self.release()
-                raise
-            if fence is not None:
-                if everywhere:
-                    _release([p], self._mark)
-            elif self.order is None or self.order.is_past(part, wait=everywhere):
-                self.release(done)
-
-    def lift_fence(self) -> None:
-        """A use waits for its part alone from now on."""
-        self.fence = self._mark.fenced = None
+            self.release(self.wait(part))
 
     def release(self, parts: int | None = None) -> None:
         """Restore the class of the parameters of the first ``parts`` (default: all)."""
         ready = len(self.ends) if parts is None else min(parts, len(self.ends))
         end = self.ends[ready - 1] if ready else 0
         with _lock:
-            _release(self.params[self._released : end], self._mark)
+            _release(self.params[self._released : end], self._ref)
             self._released = max(self._released, end)
 
 
@@ -390,10 +289,6 @@ class GradientHold:
 
     wait: Callable[[], object]
     """Called on the thread that uses one; raises ``StepError`` where the step was lost."""
-    order: PartEvents | None = None
-    """The parts on the device, where ``wait`` orders the present stream only."""
-    part: int = 1
-    """The number of the part that reads them."""
 
 
 def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
@@ -408,24 +303,20 @@ def is_held(grad: Any) -> bool:
 
 @untraced
 def wait_for_gradients(params: Iterable[Tensor]) -> None:
-    """Wait until no step reads ``.grad`` of ``params``; the present stream may write to it then.
-    Raises ``StepError`` where the step that had one of them failed."""
+    """Wait until no step reads ``.grad`` of ``params``. Raises ``StepError`` where the step that
+    had one of them failed."""
     grads: list[Any] = list(map(_grad_of, params))
     if PendingGradient in set(map(type, grads)):
         for grad in filter(is_held, grads):
-            _wait_for_gradient(grad, everywhere=None)
+            _wait_for_gradient(grad)
 
 
-def _wait_for_gradient(grad: Any, everywhere: bool | None) -> None:
-    """See :func:`_wait_for`. None: for the present stream, which is to write to it."""
+def _wait_for_gradient(grad: Any) -> None:
     hold = getattr(grad, HOLD_KEY, None)
-    is_over = True
     if hold is not None:  # else another thread has just waited for it
         hold.wait()
-        if hold.order is not None and everywhere is not None:
-            is_over = hold.order.is_past(hold.part, wait=everywhere)
     with _lock:
         if is_held(grad) and getattr(grad, HOLD_KEY, None) is hold:
-            if hold is not None and is_over:
+            if hold is not None:
                 delattr(grad, HOLD_KEY)
             _set_classes([grad], _OWN_OF)

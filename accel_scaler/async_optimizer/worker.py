@@ -179,16 +179,15 @@ _running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
 
 
 class Worker:
-    """One lasting thread that runs tasks in the order in which they were submitted. ``threads`` is
-    how many its CPU kernels use; other threads keep theirs. "auto": :func:`default_threads`.
+    """One lasting thread that runs tasks in the order in which they were submitted. Its CPU kernels
+    use :func:`default_threads`; other threads keep theirs.
 
     It starts with the first task and is a daemon. :meth:`stop` and the interpreter's exit wait for
     its tasks. Where the worker is only dropped, nothing waits: the garbage collector runs on any
     thread, under whatever locks that thread holds.
     """
 
-    def __init__(self, threads: int | str = "auto") -> None:
-        self.threads = default_threads() if threads == "auto" else int(threads)
+    def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
 
@@ -222,7 +221,7 @@ class Worker:
         self._queue = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=_loop,
-            args=(self._queue, self.threads, ready),
+            args=(self._queue, default_threads(), ready),
             name="accel_scaler optimizer",
             daemon=True,
         )

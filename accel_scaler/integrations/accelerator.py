@@ -78,7 +78,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             yield
             return
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        refuse_unsuitable(optimizers, attachment.config, are_placed=False)
+        refuse_unsuitable(optimizers, attachment.config, self.device)
         for each in objects:
             if isinstance(each, torch.nn.Module):
                 attachment.fp32_modules.refuse_uncastable(each)

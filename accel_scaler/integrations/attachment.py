@@ -17,14 +17,13 @@ import torch
 from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..async_optimizer import MasterRule, Worker, take_over
+from ..async_optimizer import Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
-from ..devices import device_name
+from ..devices import device_name, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
-from ..optimizer_step import Boundary
+from ..optimizer_step import Boundary, ReplicaStepper, own_parameters, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
@@ -39,8 +38,8 @@ logger = logging.getLogger("accel_scaler")
 TOGETHER = ("find_overflow", "heal", "on_overflow", "growth_headroom")
 """Settings that ranks which explain an overflow together have to share."""
 OF_A_RANK = (
-    *("fp32_modules", "max_consecutive_skips", "optimizer_threads"),
-    *("telemetry", "underflow_interval", "log_values", *TOGETHER),
+    *("fp32_modules", "max_consecutive_skips", "telemetry", "underflow_interval", "log_values"),
+    *TOGETHER,
 )
 """Settings that a rank may have alone: nobody waits for it, and steps and scales are the same."""
 
@@ -77,7 +76,7 @@ class Attachment:
         """False: nothing is scaled, every window has scale 1."""
         if not self.scales:
             config = replace(config, enabled=False)
-        refuse_unsuitable(accelerator._optimizers, config)
+        refuse_unsuitable(accelerator._optimizers, config, accelerator.device)
         self._accelerator = weakref.ref(accelerator)
         self.stock_scaler = accelerator.scaler
         settings = scaler_settings(accelerator, config, self.stock_scaler, named)
@@ -86,6 +85,7 @@ class Attachment:
         self.is_default = False
         """A later ``attach`` with settings replaces these."""
         self.device: torch.device = accelerator.device
+        warn_where_idle(config.step_mode, config.offload, self.device)
         self.fp32_modules = Fp32Modules(config.fp32_modules)
         """The modules that run in float32 once their model is prepared."""
         for model in self.models:
@@ -134,14 +134,12 @@ class Attachment:
             skip_nonfinite=config.skip_nonfinite,
             skip_norm_above=config.skip_norm_above,
         )
-        self.worker = Worker(config.optimizer_threads)
+        self.worker = Worker()
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted ones; the accelerator drops its own list in ``free_memory``."""
         self.is_preparing = False
         """In a ``prepare`` of the accelerator."""
         self._added_autocast = False
-        self.ddp_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
-        """What wraps some of ``models``, by their ``id``: Accelerate's list has them without it."""
 
     @property
     def models(self) -> list[Module]:
@@ -159,8 +157,6 @@ class Attachment:
         watch it for overflows."""
         self.scaler.parameter_names.add_module(inner)
         self.scaler.ranks.watch(prepared)
-        if isinstance(prepared, DistributedDataParallel):
-            self.ddp_models[id(inner)] = prepared
         if self.explainer is not None:
             self.explainer.watch(prepared, inner)
 
@@ -275,8 +271,9 @@ class Attachment:
     def take_over(self, optimizers: Any) -> None:
         """These prepared optimizers own their parameters from now on; older owners are closed.
         Raises ``StepError`` if the last step of one failed."""
-        masters = MasterRule.of(self.config)
-        take_over([(inner, self.config.step_mode, masters) for inner in inner_of(optimizers)])
+        for stepper in map(stepper_of, inner_of(optimizers)):
+            if isinstance(stepper, ReplicaStepper):
+                own_parameters(stepper)
 
     def release(self, optimizers: Collection[Any]) -> None:
         """Their preparation failed: they are Accelerate's again."""

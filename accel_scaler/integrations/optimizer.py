@@ -13,23 +13,22 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from ..async_optimizer import (
-    MasterRule,
-    SyncHooks,
-    holds_masters,
-    is_splittable,
-    refuse_compensation,
-    refuse_replaced_owner,
-    refuse_sharing,
-    refuse_spread,
-    refuse_unsteppable,
-    replaced,
-    step_beside,
-)
+from ..async_optimizer import AsyncStepper
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
-from ..optimizer_step import DroppedBatches, async_stepper_of, stepper_of
+from ..optimizer_step import (
+    DroppedBatches,
+    ReplicaStepper,
+    async_stepper_of,
+    holds_masters,
+    is_splittable,
+    master_rule,
+    refuse_replaced_owner,
+    refuse_unsteppable,
+    replaced,
+    stepper_of,
+)
 from ..scaling import parameters_of, stepped
 
 if TYPE_CHECKING:
@@ -46,44 +45,43 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """
 
     _attachment: Attachment | None = None
-    _hooks: SyncHooks | None = None
+    _stepper: ReplicaStepper | None = None
 
-    def join(self, attachment: Attachment, hooks: SyncHooks | None) -> None:
-        """Step through the attachment's boundary from now on; ``hooks``: on another thread."""
-        self._attachment, self._hooks = attachment, hooks or self._hooks
+    def join(self, attachment: Attachment, stepper: ReplicaStepper | None) -> None:
+        """Step through the attachment's boundary from now on, by ``stepper`` if it needs one."""
+        self._attachment, self._stepper = attachment, stepper or self._stepper
         self.dropped = DroppedBatches()
         replaced.discard(self.stepped_optimizer)
-        if hooks is not None:
-            hooks.owner = weakref.WeakMethod(self._give_way)
+        if stepper is not None:
+            stepper.on_replaced = weakref.WeakMethod(self._give_way)
         self.scaler = attachment.scaler if attachment.scales else None
         attachment.optimizers.add(self)
-        attachment.boundary.add(self, attachment.config.fold_unscale)
+        attachment.boundary.add(self)
 
     def leave(self, attachment: Attachment) -> None:
         """Become Accelerate's again, unless another accelerator has taken it over. Raises
         ``StepError`` if the step in flight failed; everything was removed."""
         if self._attachment is not attachment:
             return
-        hooks = self._hooks
+        stepper = self._stepper
         attachment.optimizers.discard(self)
-        for name in ("_attachment", "_hooks", "dropped"):
+        for name in ("_attachment", "_stepper", "dropped"):
             self.__dict__.pop(name, None)
         try:
-            if hooks is not None:
-                hooks.close()
+            if stepper is not None:
+                stepper.close()
         finally:
-            stepper_of(self).fold_unscale = False
             self.scaler, self._is_overflow = attachment.stock_scaler, False  # for ever, without one
             _change_class(self, AcceleratedOptimizer)
 
     def _give_way(self) -> None:
         """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
-        attachment, hooks = self._attachment, self._hooks
-        self._hooks = None
+        attachment, stepper = self._attachment, self._stepper
+        self._stepper = None
         if attachment is not None:
             attachment.forget(self.stepped_optimizer)
-        if hooks is not None:
-            hooks.close(is_replaced=True)
+        if stepper is not None:
+            stepper.close(is_replaced=True)
 
     @property
     def stepped_optimizer(self) -> Optimizer:
@@ -108,7 +106,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def synchronize(self) -> None:
-        """Wait for the step in flight, if any, and publish it.
+        """Wait for the step in flight, if any.
 
         For code whose reads of parameters torch does not see; saving, loading and evaluation wait
         by themselves.
@@ -121,10 +119,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment, inner = self._attachment, self.stepped_optimizer
         if attachment is None or inner in replaced:
             return
-        config = attachment.config
-        if _needs_async_stepper(inner, config, frozen_too):
-            refuse_sharing([(inner, config.step_mode, MasterRule.of(config))])
+        if _needs_replica(inner, attachment.config, attachment.device, frozen_too):
             adopt(self, attachment, frozen_too)
+            attachment.take_over([self])
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
@@ -163,8 +160,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         has_stepped = False
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
         self.follow_parameters()
-        if self._hooks is not None:
-            self._hooks.watch(attachment.models, attachment.ddp_models)
+        if isinstance(self._stepper, AsyncStepper):
+            for model in attachment.models:
+                self._stepper.watch(model)
         try:
             has_stepped = attachment.boundary.step(self)
         finally:
@@ -174,34 +172,37 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
     """Make a prepared optimizer step through the attachment's boundary. Raises as
     :func:`refuse_unsuitable`; ``frozen_too`` as in ``follow_parameters``."""
-    config, inner = attachment.config, inner_of(optimizer)[0]
-    refuse_unsuitable([optimizer], config)
-    hooks = None
-    if _needs_async_stepper(inner, config, frozen_too):
-        names, ref = attachment.scaler.parameter_names, weakref.ref(attachment)
-        hooks = step_beside(
-            inner,
-            config,
-            models=lambda: [] if (known := ref()) is None else known.models,
-            worker=attachment.worker,
-            device=attachment.device,
-            parameter_names=names,
-        )
-    elif config.step_mode in ("overlap", "auto") and not is_splittable(inner):
+    config, device, inner = attachment.config, attachment.device, inner_of(optimizer)[0]
+    refuse_unsuitable([optimizer], config, device)
+    stepper: ReplicaStepper | None = None
+    if _needs_replica(inner, config, device, frozen_too):
+        names, masters = attachment.scaler.parameter_names, master_rule(config, device)
+        if _steps_beside(inner, config, device):
+            worker = attachment.worker
+            stepper = AsyncStepper(inner, masters, "overlap", worker=worker, parameter_names=names)
+        else:
+            stepper = ReplicaStepper(inner, masters, parameter_names=names)
+    elif config.step_mode == "overlap" and not is_splittable(inner):
         logger.warning(
             "%s is stepped inside optimizer.step(), not in parallel with forward and backward: it "
             "is not one of torch's optimizers that step each parameter independently",
             type(inner).__name__,
         )
     _change_class(optimizer, ScaledOptimizer)
-    optimizer.join(attachment, hooks)
+    optimizer.join(attachment, stepper)
 
 
-def _needs_async_stepper(inner: Optimizer, config: ScalerConfig, frozen_too: bool = False) -> bool:
+def _steps_beside(inner: Optimizer, config: ScalerConfig, device: torch.device) -> bool:
+    return config.step_mode == "overlap" and device.type == "cpu" and is_splittable(inner)
+
+
+def _needs_replica(
+    inner: Optimizer, config: ScalerConfig, device: torch.device, frozen_too: bool = False
+) -> bool:
     if async_stepper_of(inner) is not None:
         return False
-    masters = MasterRule.of(config)
-    if masters.every or (config.step_mode in ("overlap", "auto") and is_splittable(inner)):
+    masters = master_rule(config, device)
+    if masters.on_host or _steps_beside(inner, config, device):
         return True
     # Called at every backward, so without a Python loop. float16 without a master is refused.
     params: Iterable[torch.Tensor] = parameters_of(inner)
@@ -225,15 +226,11 @@ def _change_class(optimizer: Any, cls: Any) -> None:
 
 
 def refuse_unsuitable(
-    optimizers: Iterable[Optimizer], config: ScalerConfig, are_placed: bool = True
+    optimizers: Iterable[Optimizer], config: ScalerConfig, device: torch.device
 ) -> None:
-    """Raise ``UnsupportedError`` for an optimizer that cannot be adopted; nothing is changed.
-
-    Args:
-        optimizers: prepared, or about to be.
-        are_placed: their parameters are where they will train.
-    """
-    wanted, own = [], (AcceleratedOptimizer, ScaledOptimizer)
+    """Raise ``UnsupportedError`` for an optimizer, prepared or about to be, that cannot be adopted;
+    nothing is changed."""
+    own = (AcceleratedOptimizer, ScaledOptimizer)
     for optimizer in optimizers:
         if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in own:
             raise UnsupportedError(
@@ -241,18 +238,8 @@ def refuse_unsuitable(
                 "Accelerate's own AcceleratedOptimizer; prepare the torch optimizer instead."
             )
         (inner,) = inner_of(optimizer)
-        masters = MasterRule.of(config)
-        is_new = _needs_async_stepper(inner, config)
-        if is_new or async_stepper_of(inner) is not None:
-            wanted.append((inner, config.step_mode, masters))
-        if not is_new:
-            continue
-        refuse_unsteppable(inner, masters)
-        if config.step_mode == "delayed":
-            refuse_compensation(config.delay_compensation, inner)
-        if are_placed and (config.offload != "none" or config.step_mode != "sync"):
-            refuse_spread(inner)
-    refuse_sharing(wanted, beside_others=False)
+        if _needs_replica(inner, config, device):
+            refuse_unsteppable(inner, master_rule(config, device))
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

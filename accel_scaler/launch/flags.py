@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 
-from ..config import ABOUT, FIELDS, KINDS, SWITCH
+from ..config import ABOUT, FIELDS, KINDS, SWITCH, help_of
 
 DEST = "accel_scaler_"
 """The start of the names of our values among the arguments of Accelerate."""
 
 DESCRIPTION = (
     "Start an unchanged script as `accelerate launch` does, with its flags, and attach every "
-    "Accelerator and Trainer in it. --config_file also takes names such as gpu_fp16_auto. A flag "
+    "Accelerator and Trainer in it. --config_file also takes names such as gpu_fp16. A flag "
     "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`. "
     "A window is one optimizer step with its micro-batches."
 )
@@ -26,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, spec in FIELDS.items():
         default, dest = spec.default, DEST + name
         if KINDS[name] is not SWITCH:
-            about = f"{spec.metadata['help']} Default: {default}."
+            about = f"{help_of(name)} Default: {default}."
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
         about = (f"Set {name} to false. True, the default: " if default else "") + ABOUT[name]

@@ -37,6 +37,7 @@ from ..config import (
     Source,
     environment,
     merge,
+    refuse_retired,
     suggestion,
 )
 from ..config_file import PACKAGE, as_section, find_config, read_config, shipped_configs
@@ -72,6 +73,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
+        refuse_retired(flag.lstrip("-").replace("-", "_"))
         known = [name for action in parser._actions for name in action.option_strings]
         help_ = "See --help, and `accelerate launch --help`."
         raise ConfigError(

@@ -72,13 +72,6 @@ class Arena:
         place = memory.storage_offset() + self.offsets[slot] - begin
         return memory.as_strided(self.shapes[slot], self.strides[slot], place)
 
-    def are_neighbours(self, slots: Sequence[int], views: Sequence[Tensor]) -> bool:
-        """Whether ``views`` lie in one memory, at the distances that ``slots`` have here."""
-        begin, start = views[0].data_ptr(), self.offsets[slots[0]]
-        places = (begin + 4 * (self.offsets[slot] - start) for slot in slots)
-        is_one = len({view.untyped_storage().data_ptr() for view in views}) == 1
-        return is_one and all(map(int.__eq__, map(Tensor.data_ptr, views), places))
-
     def allocate(self, slots: range, key: str) -> list[Tensor]:
         """Zeros for ``key`` of neighbours, side by side: float32, like their parameters. Raises
         ``UnsupportedError`` where there is not enough memory."""
@@ -155,19 +148,9 @@ class Placed:
     """A parameter with a place in an arena, and what is stepped for it: itself, unless it has a
     master."""
 
-    staging: Tensor | None = None
-    """Host memory, from which new values are sent to the device."""
-    preview: Tensor | None = None
-    """Host memory for the preview of the next update (``delayed``), in the model's dtype."""
-
     def __init__(self, param: Tensor, group: int, arena: Arena, slot: int) -> None:
         self.param = self.stepped = self.target = param
         self.group, self.arena, self.slot = group, arena, slot
-
-    @property
-    def has_state(self) -> bool:
-        """Whether its state is laid out for the kernel, as of the last step handed over."""
-        return self.arena.where[self.slot] is Where.HERE
 
 
 class Held:

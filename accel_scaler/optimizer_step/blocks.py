@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref as ref_of
 
 import torch
@@ -49,9 +49,9 @@ class FusedRule(NamedTuple):
     """Whether the kernel does all that ``step()`` does for this group."""
     keys: Callable[[Group], tuple[str, ...]]
     """The keys of state that has the parameter's shape."""
-    call: Callable[[type, Group, Block, list[Tensor], Tensor | None, bool], None]
-    """Update: the optimizer's class, a group, a block, its gradients, what divides them (None:
-    nothing), and whether this is the first step."""
+    call: Callable[[type, Group, Block, list[Tensor], bool], None]
+    """Update: the optimizer's class, a group, a block, its gradients, and whether this is the first
+    step."""
     counts: bool
     """Whether state has ``step``."""
 
@@ -71,9 +71,7 @@ def _adam_keys(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
-def _call_adam(
-    kind: type, group: Group, block: Block, grads: list[Tensor], divide: Tensor | None, first: bool
-) -> None:
+def _call_adam(kind: type, group: Group, block: Block, grads: list[Tensor], first: bool) -> None:
     averages, squares, *largest = block.state
     lists = [block.masters, grads, averages, squares, *(largest or [[]]), block.counts]
     names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
@@ -82,17 +80,15 @@ def _call_adam(
     # Before torch 2.7 the group does not say so.
     decoupled = group.get("decoupled_weight_decay", issubclass(kind, torch.optim.AdamW))
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(*lists, **settings, grad_scale=divide, found_inf=None)
+    kernel(*lists, **settings, grad_scale=None, found_inf=None)
 
 
-def _call_sgd(
-    kind: type, group: Group, block: Block, grads: list[Tensor], divide: Tensor | None, first: bool
-) -> None:
+def _call_sgd(kind: type, group: Group, block: Block, grads: list[Tensor], first: bool) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     settings = {name: group[name] for name in names}
     (velocity,) = block.state or [[]]
     settings["is_first_step"] = first and bool(velocity)
-    torch._fused_sgd_(block.masters, grads, velocity, **settings, grad_scale=divide)
+    torch._fused_sgd_(block.masters, grads, velocity, **settings, grad_scale=None)
 
 
 def _sgd_keys(group: Group) -> tuple[str, ...]:
@@ -119,15 +115,9 @@ class Block:
     refs: list[list[ref_of[Tensor]]]
     """Of the state; a list for each of the rule's keys."""
     counts: list[Tensor]
-    staging: list[Tensor]
-    """Host memory from which the device gets new values; empty: it gets them directly."""
     targets: list[Tensor]
-    previews: list[Tensor]
-    """Where the preview of the next update is prepared (``delayed``); else empty."""
-    is_joined: bool
-    """Its masters lie side by side in memory, and so does each kind of state."""
-    scratch: dict[int, list[Tensor]] = field(default_factory=dict)
-    """See :meth:`Run.scratch`."""
+    scratch: list[Tensor] = field(default_factory=list)
+    """See :meth:`Run.scratch`; empty before its first use."""
 
     @property
     def state(self) -> list[list[Tensor]]:
@@ -137,17 +127,10 @@ class Block:
 
     def part(self, piece: slice) -> Block:
         """The block of a piece of its only parameter."""
-        lists = (self.masters, self.staging, self.targets, self.previews)
-        masters, staging, targets, previews = ([flat(t)[piece] for t in ts] for ts in lists)
+        masters, targets = ([flat(t)[piece] for t in ts] for ts in (self.masters, self.targets))
+        length = piece.stop - piece.start
         return replace(
-            self,
-            piece=piece,
-            length=piece.stop - piece.start,
-            masters=masters,
-            staging=staging,
-            targets=targets,
-            previews=previews,
-            scratch={},
+            self, piece=piece, length=length, masters=masters, targets=targets, scratch=[]
         )
 
 
@@ -159,32 +142,17 @@ RULES = {
 }
 
 
-class Follower(Protocol):
-    """What is done to each block right after its update, while it is in cache."""
-
-    def block(self, run: Run, block: Block) -> None:
-        """``block`` was updated."""
-
-    def end(self) -> None:
-        """All blocks were updated."""
-
-
 class Scratch:
     """Float32 memory that one block after the other uses; allocated where it is first used."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._held: dict[int, Tensor] = {}
-        self.tensors: list[Tensor] = []
-        """All that was allocated: blocks keep their views of what has become too short since."""
+    def __init__(self) -> None:
+        self._held: dict[torch.device, Tensor] = {}
 
-    def take(self, length: int, number: int) -> Tensor:
-        """The first ``length`` elements of memory ``number``; their values are arbitrary."""
-        held = self._held.get(number)
+    def take(self, length: int, device: torch.device) -> Tensor:
+        """The first ``length`` elements of the memory on ``device``; their values are arbitrary."""
+        held = self._held.get(device)
         if held is None or held.numel() < length:
-            held = torch.empty(length, dtype=torch.float32, device=self._device)
-            self._held[number] = held
-            self.tensors.append(held)
+            held = self._held[device] = torch.empty(length, dtype=torch.float32, device=device)
         return held[:length]
 
 
@@ -194,8 +162,6 @@ class Run:
     Args:
         optimizer: the one whose state it is, by stepped parameter; held weakly.
         memory: what :meth:`scratch` uses.
-        is_sent: float32 gradients were unscaled before they were sent to host memory.
-        sends: masters' new values are copied to a device; the copies may still run on return.
     """
 
     def __init__(
@@ -205,14 +171,10 @@ class Run:
         group: Group,
         optimizer: Optimizer,
         memory: Scratch,
-        *,
-        is_sent: bool = False,
-        sends: bool = False,
     ) -> None:
         self.pairs, self._rule, self._memory = list(pairs), rule, memory
         self._optimizer = ref_of(optimizer)
-        self._is_sent, self._sends = is_sent, sends
-        self._takes, self.keys = rule.takes(group), rule.keys(group)
+        self._takes, self._keys = rule.takes(group), rule.keys(group)
         self._has_filled = False
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
@@ -221,7 +183,7 @@ class Run:
         self._strides = list(map(Tensor.stride, self.params))
         self._is_contiguous = all(map(Tensor.is_contiguous, self.params))
         self._blocks: dict[tuple[int, int, bool], list[Block]] = {}
-        """By the arguments of :meth:`blocks_of`."""
+        """By the arguments of :meth:`_blocks_of`."""
         self._limit = block_length(self._arena.device)
         self._large = [i for i, p in enumerate(self.params) if p.numel() > self._limit]
 
@@ -235,7 +197,7 @@ class Run:
         """Whether ``group`` still asks for the same kernel with the same keys of state, and this
         run has made no state itself since."""
         now = self._rule.takes(group), self._rule.keys(group)
-        return not self._has_filled and now == (self._takes, self.keys)
+        return not self._has_filled and now == (self._takes, self._keys)
 
     def takes(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
         """Whether the kernel can step it with these gradients; some may be missing.
@@ -253,20 +215,10 @@ class Run:
             # Counts compare by identity first: with thousands of parameters a set would show.
             and where.count(Where.HERE) + arena.has_masters * where.count(Where.NOWHERE)
             == len(where)
-            and self.is_laid_out(grads, whole)
+            and self._is_laid_out(grads, whole)
         )
 
-    def counts(self, a: int, b: int) -> list[float]:
-        """How many steps the places from ``a`` to ``b`` have had. Synchronises with a device."""
-        state = self._state
-        entries = [state.get(p) or {} for p in self.params[a:b]]
-        counts = [entry.get("step", 0.0) for entry in entries]  # SGD has none
-        if self._rule.counts and self._takes and all(pair.has_state for pair in self.pairs[a:b]):
-            found: list[float] = self._arena.counts[self._first + a : self._first + b].tolist()
-            return found
-        return list(map(float, counts))
-
-    def is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
+    def _is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
         """Whether large gradients can be cut into pieces; ``whole``: whether all are laid out like
         their parameters, which are as they were (``.data`` may be assigned)."""
         params, strides = self.params, self._strides
@@ -285,7 +237,6 @@ class Run:
         deferred: DeferredUnscale,
         publishes: bool = False,
         whole: bool = False,
-        follow: Callable[[Run, int, int], Follower | None] | None = None,
     ) -> None:
         """Update every parameter that has a gradient.
 
@@ -293,61 +244,46 @@ class Run:
             group: the hyperparameters.
             deferred: what is still to be done to the gradients; to float32 ones in place.
             publishes: write masters' new values to the model.
-            whole: it :meth:`takes` them so, and ``deferred`` is what the kernel divides by.
-            follow: from this run and a stretch of its places, what follows their blocks, if any.
+            whole: it :meth:`takes` them so, and nothing is ``deferred``.
         """
         arena = self._arena
-        for a, b in stretches([grad is None for grad in grads], arena.where[self._slots]):
+        for a, b in _stretches([grad is None for grad in grads], arena.where[self._slots]):
             slots = slice(self._first + a, self._first + b)
             is_first = arena.where[slots.start] is Where.NOWHERE
             if is_first:
                 state, new = self._state, range(slots.start, slots.stop)
                 entries = [state[p] for p in self.params[a:b]]
-                arena.fill(new, entries, self.keys, self._rule.counts)
-                self._has_filled = bool(self.keys)
+                arena.fill(new, entries, self._keys, self._rule.counts)
+                self._has_filled = bool(self._keys)
             if self._rule.counts:
                 arena.counts[slots].add_(1)
-            follower = None if follow is None else follow(self, a, b)
-            for block in self.blocks_of(a, b, whole):
+            for block in self._blocks_of(a, b, whole):
                 if whole:
                     final = cast("list[Tensor]", [grads[i] for i in block.places])
                 else:
-                    final = self.gather(block, grads, deferred)
+                    final = self._gather(block, grads, deferred)
                 with run_on_one_thread(block.is_small):
-                    divide = deferred.divide if whole else None
-                    self._rule.call(kind, group, block, final, divide, is_first)
+                    self._rule.call(kind, group, block, final, is_first)
                 if publishes and arena.has_masters:
-                    self._publish(block)
-                if follower is not None:
-                    follower.block(self, block)
-            if follower is not None:
-                follower.end()
+                    torch._foreach_copy_(block.targets, block.masters)
 
-    def gather(
-        self,
-        block: Block,
-        grads: Sequence[Tensor | None],
-        deferred: DeferredUnscale,
-        *,
-        copies: bool = False,
+    def _gather(
+        self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> list[Tensor]:
         """The gradients of a block as the kernel takes them, what is ``deferred`` done to them.
-
-        What is narrower than float32, or laid out unlike its parameter, is copied into scratch;
-        ``copies``: all is.
-        """
+        Narrower ones than float32, or laid out unlike their parameters, are copied into scratch."""
         pairs = [self.pairs[i] for i in block.places]
         found = cast("list[Tensor]", [grads[i] for i in block.places])
         if block.piece is not None:
             found = [flat(found[0])[block.piece]]
         low = [grad.dtype in LOW_PRECISION for grad in found]
-        if deferred and not self._is_sent and not all(low):
+        if deferred and not all(low):
             exact = zip(pairs, found, low, strict=True)
             deferred.apply([(pair.param, grad) for pair, grad, is_low in exact if not is_low])
         is_alike = block.piece is not None or list(map(Tensor.stride, found)) == block.strides
-        if is_alike and not copies and not any(low):
+        if is_alike and not any(low):
             return found
-        into = self.scratch(block)
+        into = self._scratch(block)
         torch._foreach_copy_(into, found)
         if deferred and all(low) and not deferred.clips:
             deferred.apply([(pairs[0].param, _joined(into, block.length))])
@@ -356,31 +292,17 @@ class Run:
             deferred.apply([(pair.param, view) for pair, view, is_low in narrow if is_low])
         return into
 
-    def scratch(self, block: Block, number: int = 0) -> list[Tensor]:
-        """Memory like that of a block's tensors, the same for all blocks: ``number`` 0 is where
-        :meth:`gather` copies gradients, 1 is free."""
-        if number not in block.scratch:
-            memory, view = self._memory.take(block.length, number), self._arena.view
+    def _scratch(self, block: Block) -> list[Tensor]:
+        """Memory like a block's tensors, into which gradients are copied; all blocks share it."""
+        if not block.scratch:
+            memory, view = self._memory.take(block.length, self._arena.device), self._arena.view
             whole = block.piece is None
-            block.scratch[number] = (
+            block.scratch = (
                 [view(memory, slot, block.begin) for slot in block.slots] if whole else [memory]
             )
-        return block.scratch[number]
+        return block.scratch
 
-    def joined(self, block: Block, *scratch: list[Tensor]) -> list[list[Tensor]]:
-        """A block's masters, state and ``scratch``, each as one tensor where they lie side by side:
-        an operation on every element gives the same bits, and takes one call."""
-        rows = [block.masters, *block.state, *scratch]
-        return [[_joined(row, block.length)] for row in rows] if block.is_joined else rows
-
-    def _publish(self, block: Block) -> None:
-        source = block.masters
-        if block.staging:
-            torch._foreach_copy_(block.staging, source)
-            source = block.staging
-        torch._foreach_copy_(block.targets, source, non_blocking=self._sends)
-
-    def blocks_of(self, a: int, b: int, whole: bool = False) -> list[Block]:
+    def _blocks_of(self, a: int, b: int, whole: bool) -> list[Block]:
         """The places from ``a`` to ``b``, which have state, in blocks; ``whole``: small ones in
         one, large ones in another, wherever they are in the arena."""
         if (a, b, whole) not in self._blocks:
@@ -418,7 +340,7 @@ class Run:
         begin = arena.offsets[slots[0]]
         state = self._state
         # Without keys no entry is made, as torch makes none.
-        rows = [[state[p][key] for p in masters] for key in self.keys]
+        rows = [[state[p][key] for p in masters] for key in self._keys]
         return Block(
             places=places,
             slots=slots,
@@ -430,10 +352,7 @@ class Run:
             masters=masters,
             refs=[list(map(ref_of, row)) for row in rows],
             counts=[arena.count_views[slot] for slot in slots] if self._rule.counts else [],
-            staging=[pair.staging for pair in pairs if pair.staging is not None],
             targets=[pair.target for pair in pairs],
-            previews=[pair.preview for pair in pairs if pair.preview is not None],
-            is_joined=all(arena.are_neighbours(slots, row) for row in (masters, *rows)),
         )
 
 
@@ -461,7 +380,7 @@ def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[
         yield [place for _, place in some]
 
 
-def stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
+def _stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
     """Begin and end of each stretch of places that are of one kind, none of them left out."""
     if not any(left_out) and kinds.count(kinds[0]) == len(kinds):  # no Python loop
         yield 0, len(kinds)

@@ -93,12 +93,9 @@ class Boundary:
         self._has_named_own = False
         _boundaries[scaler] = ref(self)
 
-    def add(self, optimizer: Optimizer, fold_unscale: bool = False) -> None:
-        """Let this boundary step an optimizer. With ``fold_unscale`` the optimizer's kernel may
-        unscale and, on a CPU, clip."""
-        stepper = stepper_of(optimizer)
-        stepper.fold_unscale = fold_unscale
-        self.scaler.manage(stepped(optimizer), stepper)
+    def add(self, optimizer: Optimizer) -> None:
+        """Let this boundary step an optimizer."""
+        self.scaler.manage(stepped(optimizer), stepper_of(optimizer))
 
     def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
         """Call before each backward. Where nothing is scaled, this opens a window. May wait
@@ -221,8 +218,7 @@ class Boundary:
 
     def _is_left_to(self, stepper: Stepper) -> bool:
         """Whether its step unscales gradients; else that is done in place before."""
-        unscales = stepper.unscales or stepper.keeps_scaled or self.check.divides(stepper)
-        return unscales and not stepper.has_pre_hooks
+        return (stepper.unscales or stepper.keeps_scaled) and not stepper.has_pre_hooks
 
     def _close(
         self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper

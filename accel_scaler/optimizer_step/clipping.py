@@ -256,8 +256,6 @@ class Clipping:
             params = parameters_of(owner)
             if keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
-            elif check.divides(stepper_of(owner), returned=True):
-                record.deferred = DeferredUnscale(divide=scale / coefficient)
             else:
                 torch._foreach_mul_(gradients_of(params), product)
                 window.unscaled.update(map(id, params))

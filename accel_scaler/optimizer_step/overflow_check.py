@@ -40,7 +40,7 @@ from ..scaling import (
     total_norm,
 )
 from .observer import Observer, Rerun
-from .stepper import Stepper, stepper_of
+from .stepper import stepper_of
 
 T = TypeVar("T")
 
@@ -214,9 +214,9 @@ class OverflowCheck:
         if common:
             raise OrderError(
                 f"{type(optimizer).__name__} shares {common} parameters with another optimizer, "
-                "and the gradients of one of them stay scaled, for float32 masters or by "
-                "fold_unscale. Put the shared parameters in one optimizer, or load the model in "
-                "float32; zero the gradients to go on."
+                "and the gradients of one of them stay scaled, for float32 masters. Put the shared "
+                "parameters in one optimizer, or load the model in float32; zero the gradients to "
+                "go on."
             )
 
     def inv_scale(self, device: torch.device) -> Tensor:
@@ -290,17 +290,6 @@ class OverflowCheck:
         params = parameters_of(optimizer)
         if record is not None and (record.returned is None or Snapshot(params).is_zero):
             self.scaler.window.forget(optimizer)
-
-    def divides(self, stepper: Stepper, returned: bool = False) -> bool:
-        """Whether unscaling is left to the stepper's kernel: only where no other optimizer has some
-        of the gradients. ``returned``: the caller gets them back before the step, which is done on
-        a CPU only; elsewhere the saving was not measured."""
-        mine = stepper.optimizer
-        if not stepper.divides or (returned and parameters_of(mine)[0].device.type != "cpu"):
-            return False
-        others = [other for other in self.scaler.managed if other is not mine]
-        own = set(map(id, parameters_of(mine))) if others else set()
-        return own.isdisjoint(id(p) for other in others for p in parameters_of(other))
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
         """Do in place what is deferred, for a caller who reads unscaled gradients. Raises

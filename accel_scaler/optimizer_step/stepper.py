@@ -1,4 +1,4 @@
-"""A stepper updates one optimizer's parameters: inline here, or asynchronously elsewhere."""
+"""A stepper updates one optimizer's parameters: as torch does here, or in another way elsewhere."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -38,10 +38,6 @@ class StepTiming:
     """It ran on the training thread, which waited for all of it."""
     waits: list[tuple[float, float]] = field(default_factory=list)
     """``(start, length)`` of each wait."""
-    step_mode: str | None = None
-    """How it ran, ``"sync"`` or ``"overlap"``, where ``"auto"`` chose it; else None."""
-    mode_seconds: tuple[float, float] | None = None
-    """Seconds a step in ``sync`` and in ``overlap``, where ``"auto"`` has just chosen by them."""
 
 
 class Stepper(ABC):
@@ -49,15 +45,16 @@ class Stepper(ABC):
 
     optimizer: Optimizer
     timing: StepTiming | None = None
-    """That of the last update; None: there was none."""
-    fold_unscale = False
-    """The user lets unscaling and clipping be left to the kernel."""
-    reads_beside = False
-    """An unfinished update may read ``.grad``, on another thread."""
+    """Timing of the last update, or None before the first."""
 
     @property
     def keeps_scaled(self) -> bool:
         """Some gradients are float16 or bfloat16 and so are never unscaled in place."""
+        return False
+
+    @property
+    def reads_beside(self) -> bool:
+        """An unfinished update may read ``.grad``, on another thread."""
         return False
 
     @property
@@ -69,12 +66,6 @@ class Stepper(ABC):
     def unscales(self) -> bool:
         """Its step does what is deferred, and writes the result to ``.grad``, too."""
         return False
-
-    @property
-    def divides(self) -> bool:
-        """Its kernel may divide gradients by ``grad_scale``."""
-        takes_grad_scale = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-        return self.fold_unscale and takes_grad_scale and not self.has_pre_hooks
 
     @property
     def has_pre_hooks(self) -> bool:
@@ -108,55 +99,37 @@ class Stepper(ABC):
         """Wait until no step reads ``.grad``: a backward is about to add to it."""
 
 
-class Layout(Protocol):
-    """Where another stepper of the same optimizer has laid out the state."""
-
-    def places(self) -> Sequence[Placed]:
-        """Of all parameters, as their state is now; (): of none."""
-
-    @property
-    def version(self) -> object:
-        """Another object once anything has been laid out anew."""
-
-
 class InlineStepper(Stepper):
-    """Steps on the training thread, as ``optimizer.step()`` does.
+    """Steps on the training thread, as ``optimizer.step()`` does."""
 
-    Args:
-        layout: the state stays where this has it.
-    """
-
-    def __init__(self, optimizer: Optimizer, layout: Layout | None = None) -> None:
-        self._optimizer, self._layout = weakref.ref(optimizer), layout
-        self._version: object = None
-        """That of the layout for which ``_runs`` were made."""
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._runs: list[Run] = []
         """They step it by direct calls of a kernel, as long as ``_held`` is current."""
         self._held: Held | None = None
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """What is stepped."""
+        """The torch optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
 
     def step(self, deferred: DeferredUnscale | None = None) -> None:
-        """One update. ``deferred`` may only hold what the kernel divides by."""
+        """One update, of gradients that are unscaled: nothing is ``deferred``."""
         optimizer, start = self.optimizer, time.perf_counter()
-        deferred = DeferredUnscale() if deferred is None else deferred
-        assert deferred.multiply is None
+        assert not deferred
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.step()
-        elif not self._call_kernels(optimizer, deferred):
+        elif not self._call_kernels(optimizer):
             params = parameters_of(optimizer)
             if params and params[0].device.type == "cpu":
                 match_layout(params, optimizer.state)
-            call_fused(optimizer, deferred.divide, None)
+            call_fused(optimizer, None, None)
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
 
     @torch.no_grad()
-    def _call_kernels(self, optimizer: Optimizer, deferred: DeferredUnscale) -> bool:
+    def _call_kernels(self, optimizer: Optimizer) -> bool:
         """Do what ``optimizer.step()`` does by direct calls; False: it does more, or other things
         than a kernel can."""
         rule = rule_of(optimizer)
@@ -164,10 +137,9 @@ class InlineStepper(Stepper):
             self._runs, self._held = [], None
             return False
         groups = optimizer.param_groups
-        is_moved = self._layout is not None and self._layout.version is not self._version
         held = self._held
         owners, values = _held_by(optimizer)  # strongly, until the kernels are called
-        is_current = held is not None and not is_moved and held.is_current(owners, values)
+        is_current = held is not None and held.is_current(owners, values)
         # Only now: a group may be gone.
         fits = is_current and all(run.still_fits(groups[run.pairs[0].group]) for run in self._runs)
         if not fits:
@@ -184,25 +156,20 @@ class InlineStepper(Stepper):
         if not all(run.takes(mine, whole=True) for run, mine in runs):
             return False
         for run, mine in runs:
-            run.step(type(optimizer), groups[run.pairs[0].group], mine, deferred, whole=True)
+            group = groups[run.pairs[0].group]
+            run.step(type(optimizer), group, mine, DeferredUnscale(), whole=True)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # as an LR scheduler's wrapper
         return True
 
     def _make_runs(self, optimizer: Optimizer, rule: FusedRule) -> Iterator[Run]:
-        places: Sequence[Placed] = ()
-        if self._layout is not None:
-            places, self._version = self._layout.places(), self._layout.version
-        places = places or list(_lay_out(optimizer, rule))
         for number, group in enumerate(optimizer.param_groups):
-            mine = [Placed(p.param, number, p.arena, p.slot) for p in places if p.group == number]
-            mine.sort(key=lambda each: (id(each.arena), each.slot))
+            mine = list(_lay_out(optimizer, number, rule))
             for some in neighbours(mine, range(len(mine))):
-                pairs = [mine[place] for place in some]
-                yield Run(pairs, rule, group, optimizer, Scratch(pairs[0].arena.device))
+                yield Run([mine[place] for place in some], rule, group, optimizer, Scratch())
 
 
 def _held_by(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
-    """Whose state it has, and its parameters, a None behind each group's; what is in its state."""
+    """The keys of its state and its parameters, a None behind each group's; the state's values."""
     params = chain.from_iterable((*group["params"], None) for group in optimizer.param_groups)
     values = chain.from_iterable(map(dict.values, _entries_of(optimizer)))
     return [*optimizer.state, *params], list(values)
@@ -213,15 +180,15 @@ def _entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
 
 
-def _lay_out(optimizer: Optimizer, rule: FusedRule) -> Iterator[Placed]:
-    """Lay the state out anew, an arena for each stretch of a group's parameters on one device."""
-    for number, group in enumerate(optimizer.param_groups):
-        for device, some in groupby(group["params"], attrgetter("device")):
-            params = list(some)
-            arena = Arena([p.detach() for p in params], device, has_masters=False)
-            for slot, p in enumerate(params):
-                arena.adopt(slot, optimizer.state.get(p, {}), rule.keys(group), rule.counts)
-                yield Placed(p, number, arena, slot)
+def _lay_out(optimizer: Optimizer, number: int, rule: FusedRule) -> Iterator[Placed]:
+    """Lay a group's state out anew, an arena for each stretch of parameters on one device."""
+    group = optimizer.param_groups[number]
+    for device, some in groupby(group["params"], attrgetter("device")):
+        params = list(some)
+        arena = Arena([p.detach() for p in params], device, has_masters=False)
+        for slot, p in enumerate(params):
+            arena.adopt(slot, optimizer.state.get(p, {}), rule.keys(group), rule.counts)
+            yield Placed(p, number, arena, slot)
 
 
 _grad_of = attrgetter("grad")

@@ -13,7 +13,6 @@ from .collectives import (
     pause_before_the_end as pause_before_the_end,
     is_sharded as is_sharded,
     is_rank_0 as is_rank_0,
-    of_rank_0 as of_rank_0,
     reduce_partial_gradients as reduce_partial_gradients,
     whole as whole,
 )

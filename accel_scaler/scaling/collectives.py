@@ -57,16 +57,6 @@ def is_rank_0(group: Any = None) -> bool:
     return not dist.is_initialized() or dist.get_rank(group) == 0
 
 
-def of_rank_0(number: int, device: torch.device, group: Any = None) -> int:
-    """The ``number`` of rank 0 of ``group``, on every rank. Communicates on ``device``, and
-    synchronises with it."""
-    if not has_ranks():
-        return number
-    answer = torch.full((), number, dtype=torch.int64, device=device)
-    dist.broadcast(answer, src=dist.get_global_rank(group, 0) if group else 0, group=group)
-    return int(answer)
-
-
 def add_norms(norm: float, device: torch.device) -> float:
     """The 2-norm of what all ranks hold; ``norm``: of this rank's part. Communicates on
     ``device``, and synchronises with it."""

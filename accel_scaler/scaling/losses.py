@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..devices import streams_of
-from ..errors import UnsupportedError
+from ..devices import new_event, present_stream
 from .gradients import local
 
 MAX_LOSSES = 1024
 """Losses of one window that are remembered."""
-
-_streams_of = cache(streams_of)
 
 
 class Losses:
@@ -78,15 +74,10 @@ class Losses:
         devices = {value.device for value in self._values}
         if len(devices) != 1 or not self._are_numbers:
             return
-        try:
-            streams = _streams_of(devices.pop())
-        except UnsupportedError:
+        if (stream := present_stream(device := devices.pop())) is None:
             return
-        if streams is None:
-            return
-        with streams.on(streams.current()):  # pinned memory is of the device that is current
-            host = torch.empty((), dtype=torch.float32, pin_memory=True)
-            host.copy_(torch.stack(self._values).float().sum(), non_blocking=True)
-            event = streams.event()
-            event.record()
+        host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        host.copy_(torch.stack(self._values).float().sum(), non_blocking=True)
+        event = new_event(device)
+        event.record(stream)
         self._sent = host, event

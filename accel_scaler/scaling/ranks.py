@@ -13,7 +13,6 @@ that all do. All run on the training thread, in program order.
 | ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
 | ``gather_objects`` of what explains an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
 | ``gather_objects`` of the scales | as ``accelerator.join_uneven_inputs`` ends, in fp16 | all: ``Join`` ends for all of them together |
-| ``of_rank_0`` | by ``step_mode="auto"`` | the ranks of DDP or of the mesh; within ``Join`` not entered |
 
 Nothing is sent where the scale grows: under DDP each rank looks at the same gradients.
 """  # noqa: E501

@@ -66,18 +66,16 @@ class Snapshot:
 
 @dataclass(slots=True)
 class DeferredUnscale:
-    """What finite gradients are still to be multiplied or divided by in the update. All tensors
-    are float32, shape (); at most one of the first two is set."""
+    """What finite gradients are still to be multiplied by in the update. All tensors are float32,
+    shape ()."""
 
     multiply: Tensor | None = None
-    """The reciprocal of the scale, times the coefficient of a clip of all."""
-    divide: Tensor | None = None
-    """The reciprocal of that, for torch's fused kernel to divide by (its ``grad_scale``)."""
+    """The reciprocal of the scale, times the coefficient of a clip of all. None: nothing is due."""
     clips: dict[int, Tensor] = field(default_factory=dict)
-    """Further coefficients, by the ``id`` of the clipped parameter. Empty beside ``divide``."""
+    """Further coefficients, by the ``id`` of the clipped parameter."""
 
     def __bool__(self) -> bool:
-        return self.multiply is not None or self.divide is not None
+        return self.multiply is not None
 
     def clip(self, parameters: Iterable[Tensor], coefficient: Tensor) -> None:
         """Multiply the gradients of ``parameters`` by ``coefficient``, too."""
@@ -91,7 +89,7 @@ class DeferredUnscale:
 
     def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The product of all factors for the gradient of each of ``parameters``."""
-        common = 1.0 / self.divide if self.divide is not None else self.multiply
+        common = self.multiply
         if common is None:
             common = torch.ones((), dtype=torch.float32, device=HOST)
         if not self.clips or not parameters:
@@ -101,21 +99,14 @@ class DeferredUnscale:
         return list((torch.stack(clips) * common).unbind())
 
     def apply(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Multiply or divide in place; ``gradients`` are pairs of a parameter and its gradient."""
+        """Multiply in place; ``gradients`` are pairs of a parameter and its gradient."""
         if not gradients or not self:
             return
         grads = [grad for _, grad in gradients]
-        if self.divide is not None:
-            torch._foreach_div_(grads, self.divide)
-        elif self.multiply is not None and not self.clips:
+        if self.multiply is not None and not self.clips:
             torch._foreach_mul_(grads, self.multiply)
         else:
             torch._foreach_mul_(grads, self.factors([p for p, _ in gradients]))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Every tensor in it."""
-        return [t for t in (self.multiply, self.divide, *self.clips.values()) if t is not None]
 
 
 class OptimizerRecord(dict[str, Any]):
@@ -191,10 +182,10 @@ class OptimizerRecord(dict[str, Any]):
         if self.returned is not None and self.returned.is_changed(some):
             raise OrderError(
                 f"the gradients of {name} were changed after they were clipped, while they still "
-                "are scaled (for float32 masters, or by fold_unscale), so the change would be "
-                "scaled too. Change them before clip_grad_norm_, with what is added multiplied by "
-                "accelerator.scaler.get_scale(); or load the model in float32, without "
-                "fold_unscale. Zero the gradients to go on."
+                "are scaled for float32 masters, so the change would be scaled too. Change them "
+                "before clip_grad_norm_, with what is added multiplied by "
+                "accelerator.scaler.get_scale(); or load the model in float32. Zero the gradients "
+                "to go on."
             )
 
     @property

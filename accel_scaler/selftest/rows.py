@@ -27,8 +27,6 @@ OVERLAP = {"step_mode": "overlap"}
 CASES = {
     "skip, clip, accumulate": Case({}),
     "overlap is sync": Case(OVERLAP, adam=True),
-    "delayed": Case({"step_mode": "delayed", "delay_compensation": "none"}),
-    "delayed, previewed": Case({"step_mode": "delayed"}, adam=True),
     "offload": Case(OVERLAP | {"offload": "cpu"}, adam=True),
     "float16 weights": Case(OVERLAP, weights=torch.float16),
     "bfloat16 weights": Case(

@@ -158,9 +158,7 @@ def trained(
 
 
 def reference(case: Case) -> Seen:
-    """The same in plain torch: the scale's rule, float32 masters, the one-step delay."""
-    delayed = case.settings.get("step_mode") == "delayed"
-    previewed = delayed and case.settings.get("delay_compensation") != "none"
+    """The same in plain torch: the scale's rule, float32 masters."""
     place = torch.device("cpu") if "offload" in case.settings else PartialState().device
     is_scaled, seen, good = case.precision == "fp16", [], 0
     scale = SCALE["init_scale"] if is_scaled else 1.0
@@ -185,40 +183,17 @@ def reference(case: Case) -> Seen:
             good = 0 if skipped else good + 1
             if is_scaled and (skipped or good == SCALE["growth_interval"]):
                 scale, good = scale * (0.5 if skipped else 2.0), 0
-            is_late = delayed and not skipped and bool(optimizer.state or not previewed)
-            if is_late:
-                torch._foreach_copy_(params, masters)  # what the step before has made
-            for p, master, g in zip(params, masters, grads, strict=True):
+            for master, g in zip(masters, grads, strict=True):
                 g *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
                 master.grad = None if skipped else g.to(place)
-                if is_late and previewed:
-                    preview_(p, g, optimizer, master)
             if not skipped:
                 optimizer.step()
                 for _ in range(accelerator.num_processes):  # as Accelerate's schedulers do
                     schedule.step()
-            if not is_late:
-                torch._foreach_copy_(params, masters)
+            torch._foreach_copy_(params, masters)
             (rate,) = schedule.get_last_lr()
             seen.append(Window(skipped, scale, float(rate), math.inf if skipped else float(norm)))
-        torch._foreach_copy_(params, masters)
         return _ended(seen, model, optimizer)
-
-
-def preview_(p: Tensor, g: Tensor, optimizer: torch.optim.Optimizer, master: Tensor) -> None:
-    """Write AdamW's preview to ``p``, in float32: the formula of docs/one-step-late.md, where ``s``
-    is the root mean square of the denominators, with the operations that round as ours do."""
-    group, state = optimizer.param_groups[0], optimizer.state[master]
-    (beta1, beta2), count = group["betas"], float(state["step"])
-    step = group["lr"] / (1 - beta1 ** (count + 1))
-    root = 1 / math.sqrt(1 - beta2**count)
-    below = state["exp_avg_sq"].sqrt().add_(group["eps"] / root)
-    torch.mul(master, 1 - group["lr"] * group["weight_decay"], out=p)
-    p.addcdiv_(state["exp_avg"], below, value=-step * beta1 / root)
-    s = root * math.sqrt(float(torch._foreach_norm([below])[0]) ** 2 / below.numel())
-    r = math.sqrt((1 - beta2 ** (count + 1)) / (1 - beta2))
-    rate = torch.tensor(-step * (1 - beta1) / s, device=p.device)
-    torch._foreach_addcmul_([p], [g.clamp(-r * s, r * s)], [rate])
 
 
 def scaled_by(kind: type[GradScaler] | type[torch.amp.GradScaler]) -> Seen:

@@ -91,12 +91,6 @@ class Record:
     """The scale at which it first overflowed; None: it did not, or was not run again."""
     retry_us: int | None = None
     """Microseconds that these runs took. Host time."""
-    step_mode: str | None = None
-    """``"sync"`` or ``"overlap"``: how ``step_mode="auto"`` ran its update (of several optimizers:
-    the last one's). None in other modes, and where nothing was updated."""
-    mode_seconds: tuple[Amount, Amount] | None = None
-    """Seconds a window in ``sync`` and in ``overlap``, in the window at which ``"auto"`` chose the
-    faster by them."""
     optimizer_us: int | None = None
     """Microseconds that its update took, wherever it ran. Host time."""
     waited_us: int | None = None

@@ -119,9 +119,6 @@ class Recorder(Observer):
         if self._open is not None and self._open.record.index != index:
             self._close_window()
         before = None if self._open is None else self._open.record
-        mode, seconds = (before.step_mode, before.mode_seconds) if before else (None, None)
-        if timing is not None:
-            mode, seconds = timing.step_mode, timing.mode_seconds or seconds
         record = Record(
             index=index,
             scale=before_close.scale,
@@ -143,8 +140,6 @@ class Recorder(Observer):
             loss=losses.total() if losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
             loss_nonfinite=losses.bad() if bad is None else bad,
-            step_mode=mode,
-            mode_seconds=seconds,
             **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
         if self._open is None:

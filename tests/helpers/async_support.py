@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.async_optimizer.worker import Task, Worker
-from accel_scaler.optimizer_step import stepper_of
+from accel_scaler.optimizer_step import replica as replica_module
 
 LIMIT_S = 60.0
 
@@ -39,8 +38,6 @@ def one_part_each() -> AbstractContextManager[None]:
     return _replaced(
         (replica_module, "SMALLEST_PART", 1),
         (replica_module, "PARTS", 1 << 30),
-        (replica_module, "DEVICE_PARTS", 1 << 30),
-        (replica_module, "SMALLEST_DEVICE_PART", 1),
     )
 
 
@@ -90,10 +87,6 @@ def lazy() -> Iterator[Gate]:
 
     def executing(self: Task) -> None:
         gate.threads.add(threading.get_ident())
-        if self not in gate.order:  # on the training thread, which does not wait for itself
-            with gate.changed:
-                gate.order.append(self)
-            gate.want(self, self.parts + 1)
         gate.pass_through(self)
         execute(self)
         with gate.changed:
@@ -145,42 +138,3 @@ def assert_same(ours: Any, reference: Any, where: str = "") -> None:
             assert_same(mine, other, f"{where}[{place}]")
     else:
         assert ours == reference, where
-
-
-class Clock:
-    """For ``step_mode="auto"``: a window whose update runs beside what follows takes ``beside``
-    seconds, others one."""
-
-    stepper: Any = None
-
-    def __init__(self, beside: float) -> None:
-        self.beside, self.now = beside, 0.0
-        self.modes: list[bool] = []
-        """Of each window, whether it ran beside."""
-
-    def __call__(self) -> float:
-        self.now += self.beside if self.modes and self.modes[-1] else 1.0
-        self.modes.append(self.stepper.is_beside)
-        return self.now
-
-
-class InTurn:
-    """Instead of a choice by times: the ways of the windows, given one by one."""
-
-    means = None
-
-    def __init__(self, ways: str) -> None:
-        self.ways = iter(ways)
-        self.is_beside = next(self.ways) == "B"
-
-    def note(self, now: float, stepped: bool, agree: object = None) -> bool:
-        self.is_beside = next(self.ways, "B") == "B"
-        return False
-
-
-def take_turns(optimizer: Any, ways: str) -> Any:
-    """Let ``auto`` step in these ways, "I" inside and "B" beside; returns the stepper."""
-    stepper: Any = stepper_of(optimizer)
-    stepper.choice = InTurn(ways)
-    stepper.is_beside = stepper.choice.is_beside
-    return stepper

@@ -49,8 +49,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiplicativeLR
 
 from accel_scaler import StepError
-from accel_scaler.async_optimizer import replica as replica_module
 from accel_scaler.optimizer_step import blocks as blocks_module
+from accel_scaler.optimizer_step import replica as replica_module
 from accel_scaler.optimizer_step import spikes
 
 WHOLE = ("",)

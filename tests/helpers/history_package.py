@@ -19,7 +19,7 @@ from support import reset, stock_fp16_on_cpu
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, ScalerConfig, attach, detach
-from accel_scaler.async_optimizer.replica import Part, Replica
+from accel_scaler.optimizer_step.replica import Part, Replica
 
 
 class InjectedError(Exception):

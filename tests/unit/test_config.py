@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+import torch
 from accelerate import Accelerator
 from transformers import HfArgumentParser, TrainingArguments
 
 from accel_scaler import (
     AccelScalerError,
+    AsyncOptimizer,
     ConfigError,
     OrderError,
     OverflowStreakError,
@@ -48,13 +50,9 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (*NO_SCALE, "-4", "x", "0.5x", "-2x", "4 x x"),
     ),
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
-    "step_mode": (("sync", "overlap", "delayed"), ("", "SYNC", "async", None, 1)),
-    "delay_warmup_steps": ((0, 1, 2**53), (-1, 0.0, False, None, "-1")),
-    "delay_compensation": (("auto", "preview", "none"), ("", "Auto", None, False, "linear")),
+    "step_mode": (("sync", "overlap"), ("", "SYNC", "async", None, 1)),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
-    "optimizer_threads": (("auto", 1, 64), (*NO_COUNT, None, "all", "")),
-    "fold_unscale": ((True, False), NO_SWITCH),
     "sharded": ((True, False), NO_SWITCH),
     "telemetry": ((None, "run.jsonl", "out/{rank}.jsonl"), (1, True, b"a")),
     "underflow_interval": ((1, 100), (*NO_COUNT, None)),
@@ -98,11 +96,7 @@ def test_attachs_keywords_for_editors_are_the_fields() -> None:
     """Two lists, since a type checker runs nothing: same names and types."""
     assert sorted(Settings.__annotations__) == sorted(FIELDS)
     own = get_type_hints(Settings)
-    as_texts = {"optimizer_threads", "fp32_modules"}
-    as_texts |= {"min_scale", "max_scale", "max_consecutive_skips"}
-    same = {name for name, hint in get_type_hints(ScalerConfig).items() if hint == own[name]}
-    assert same == FIELDS.keys() - as_texts, "HfArgumentParser reads these as texts"
-    assert own["fp32_modules"] == Sequence[str]
+    assert own == get_type_hints(ScalerConfig)
     for name, hint in own.items():
         if get_origin(hint) is Literal:
             assert f"{', '.join(map(repr, get_args(hint)[:-1]))} or" in allowed(name)
@@ -113,22 +107,21 @@ def test_attachs_keywords_for_editors_are_the_fields() -> None:
     reason="with it transformers 4.56 cannot read the hints of its own TrainingArguments",
 )
 def test_the_trainers_parser_makes_a_flag_of_each_field_with_its_help(tmp_path: Path) -> None:
-    parser = HfArgumentParser((TrainingArguments, ScalerConfig))
+    parser = HfArgumentParser((TrainingArguments, ScalerConfig.arguments()))  # type: ignore[list-item]
     start = ["--output_dir", str(tmp_path), "--use_cpu"]
     args, config = parser.parse_args_into_dataclasses(start)
     assert (args.use_cpu, config) == (True, ScalerConfig())
     given = {
         "fp32_modules": ("*.wo", "h.3"),
-        "optimizer_threads": 2,
         "max_consecutive_skips": 9,
         "skip_norm_above": 0.5,
         "step_mode": "overlap",
         "telemetry": "run.jsonl",
     }
     flags = [f"--{name}={written(value).strip('[]')}" for name, value in given.items()]
-    flags += ["--no_skip_nonfinite", "--heal", "--optimizer-threads", "2"]
+    flags += ["--no_skip_nonfinite", "--heal", "--hysteresis", "2"]
     _, config = parser.parse_args_into_dataclasses([*start, *flags])
-    assert config == ScalerConfig(**given, skip_nonfinite=False, heal=True)
+    assert config == ScalerConfig(**given, skip_nonfinite=False, heal=True, hysteresis=2)
     nones = [f"--{name}=none" for name in FIELDS if "or none" in allowed(name)]
     _, config = parser.parse_args_into_dataclasses([*start, *nones, "--min_scale", "1"])
     assert (len(nones), config) == (5, ScalerConfig(min_scale=1.0))
@@ -136,8 +129,8 @@ def test_the_trainers_parser_makes_a_flag_of_each_field_with_its_help(tmp_path: 
     helped = " ".join(parser.format_help().split()).replace("- ", "-")
     for name in FIELDS:
         assert f"{ABOUT[name]} Takes {allowed(name)}.".replace("- ", "-") in helped
-    with pytest.raises(ConfigError, match="optimizer_threads: got 'all', expected"):
-        parser.parse_args_into_dataclasses([*start, "--optimizer_threads", "all"])
+    with pytest.raises(ConfigError, match="min_scale: got 'all', expected"):
+        parser.parse_args_into_dataclasses([*start, "--min_scale", "all"])
 
 
 def test_paths_are_kept_as_texts() -> None:
@@ -165,7 +158,6 @@ def test_each_value_is_taken_or_refused_with_field_value_and_what_is_allowed(nam
         {"min_scale": 8.0, "max_scale": 4.0},
         {"init_scale": 1.0, "min_scale": 2.0},
         {"init_scale": 9.0, "max_scale": 4.0},
-        {"master_weights": "none", "step_mode": "delayed"},
         {"master_weights": "none", "offload": "cpu"},
         {"heal": True, "find_overflow": "off"},
     ],
@@ -185,13 +177,12 @@ def test_fields_that_contradict_each_other(values: dict[str, Any]) -> None:
         ("growth_interval", "7", 7),
         ("enabled", "No", False),
         ("enabled", "0", False),
-        ("fold_unscale", "on", True),
-        ("fold_unscale", "TRUE", True),
+        ("heal", "on", True),
+        ("heal", "TRUE", True),
         ("min_scale", "none", None),
         ("max_consecutive_skips", "null", None),
         ("max_consecutive_skips", "3", 3),
         ("step_mode", " sync ", "sync"),
-        ("optimizer_threads", "Auto", "auto"),
         ("find_overflow", " off ", "off"),
         ("fp32_modules", "*.wo, h.3.mlp,", ("*.wo", "h.3.mlp")),
         ("fp32_modules", "", ()),
@@ -304,3 +295,37 @@ def test_errors_are_also_what_torch_raises(
     error: type[Exception], bases: tuple[type[Exception], ...]
 ) -> None:
     assert all(issubclass(error, base) for base in bases)
+
+
+GONE: dict[str, tuple[Any, str]] = {
+    "delay_warmup_steps": (8, "drop it"),
+    "delay_compensation": ("preview", "drop it"),
+    "fold_unscale": (True, "drop it"),
+    "optimizer_threads": (2, "drop it"),
+    "mode": ("sync", "write step_mode"),
+    "step_mode=delayed": ("delayed", "offload='cpu'"),
+    "step_mode=auto": ("auto", "'overlap'"),
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_what_was_retired_is_named_with_what_to_use(name: str, tmp_path: Path) -> None:
+    (value, instead), name = GONE[name], name.partition("=")[0]
+    path = tmp_path / "c.yaml"
+    path.write_text(f"accel_scaler:\n  {name}: {value}\n")
+    given: Any = {name: value}
+    parameter = torch.nn.Parameter(torch.ones(1))
+    ways: list[Callable[[], object]] = [
+        lambda: ScalerConfig(**given),
+        lambda: ScalerConfig.from_env({ENV_PREFIX + name.upper(): str(value)}),
+        lambda: ScalerConfig.from_yaml(path),
+        lambda: attach(Accelerator(cpu=True), **given),
+        lambda: AsyncOptimizer(torch.optim.SGD([parameter]), **given),
+    ]
+    for way in ways:
+        with pytest.raises(ConfigError) as caught:
+            way()
+        (line,) = str(caught.value).splitlines()
+        assert f"{name}" in line
+        assert " is retired: " in line
+        assert instead in line

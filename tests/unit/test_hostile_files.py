@@ -91,7 +91,7 @@ def run_with(texts: list[str], path: Path) -> Path:
         t.names(texts),
         {"kind": texts[6], texts[7]: texts[8]},
         *(t.window(s, skipped=True, first=first, **bad) for s in range(9)),
-        *(t.window(s, delay_compensation=texts) for s in range(9, 12)),
+        *(t.window(s, mode_seconds=texts) for s in range(9, 12)),
         t.end(12, " ".join(texts)),
     ]  # fmt: skip
     return t.write(path, [json.dumps(line) for line in lines])

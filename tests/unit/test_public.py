@@ -58,13 +58,13 @@ USE = """
 from accel_scaler import ScalerConfig, attach
 class Own: ...
 own: Own = attach(Own(), step_mode="overlap", fp32_modules="*.wo", skip_norm_above="4x")
-attach(3, ScalerConfig(heal=True), optimizer_threads=2, telemetry=None, min_scale=1)
+attach(3, ScalerConfig(heal=True), hysteresis=2, telemetry=None, min_scale=1)
 attach(own, step_mod="overlap")
 attach(own, step_mode="later")
 ScalerConfig(growth_intervall=2)
 other: int = attach(own)
 """
-WRONG = {6: "did you mean", 7: "'delayed'", 8: "did you mean", 9: "int"}
+WRONG = {6: "did you mean", 7: "'overlap'", 8: "did you mean", 9: "int"}
 """Lines of ``USE`` that mypy refuses, and a part of what it says."""
 
 

@@ -34,7 +34,6 @@ RUNS_WHAT_IT_READS = re.compile(
 MODES = [
     {"step_mode": "sync"},
     {"step_mode": "overlap"},
-    {"step_mode": "delayed", "offload": "cpu"},
 ]
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,8 +24,8 @@ from fault_run import MODES, Run, momentum
 from support import same
 
 import accel_scaler
-from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task, Worker
+from accel_scaler.optimizer_step.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,7 +30,7 @@ from support import mlp, same
 from torch import nn
 
 from accel_scaler import ScalerConfig, attach
-from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -208,7 +208,7 @@ HANGS = """
 import threading
 import torch
 from accel_scaler.async_optimizer import worker as worker
-from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.replica import Replica
 from fault_run import Run
 
 worker.EXIT_LIMIT_S = 0.5

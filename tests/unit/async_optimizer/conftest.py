@@ -8,16 +8,6 @@ from contextlib import nullcontext
 import async_support
 import pytest
 
-from accel_scaler.async_optimizer import replica
-
-
-@pytest.fixture
-def one_part_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part for each parameter, as in a model of a useful size."""
-    # In the order in which a test's own patches are taken back.
-    monkeypatch.setattr(replica, "SMALLEST_PART", 1)
-    monkeypatch.setattr(replica, "PARTS", 1 << 30)
-
 
 @pytest.fixture
 def late(request: pytest.FixtureRequest) -> Iterator[None]:

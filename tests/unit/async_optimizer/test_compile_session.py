@@ -14,8 +14,8 @@ from torch._dynamo.testing import CompileCounter
 from versions import UNGUARDED, before_torch
 
 from accel_scaler import AsyncOptimizer
+from accel_scaler.async_optimizer import inflight_step
 from accel_scaler.async_optimizer.pending_parameter import PendingParameter
-from accel_scaler.async_optimizer.replica import Replica
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,11 +76,11 @@ def test_a_step_beside_a_compile_of_something_else(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's optimizers ask whether anybody compiles; the step waits until nobody does."""
-    gate, step_part = threading.Event(), Replica.step_part
+    gate, taken = threading.Event(), inflight_step.beside_no_compile
 
-    def stepping(self: Replica, *rest: Any) -> None:
+    def stepping() -> Any:
         assert gate.wait(30.0)
-        step_part(self, *rest)
+        return taken()
 
     def backend(module: Any, _: Any) -> Any:
         gate.set()
@@ -88,7 +88,7 @@ def test_a_step_beside_a_compile_of_something_else(
         return module
 
     params = weights()
-    monkeypatch.setattr(Replica, "step_part", stepping)
+    monkeypatch.setattr(inflight_step, "beside_no_compile", stepping)
     with AsyncOptimizer(make(params)) as optimizer:
         for step in range(4):
             x = torch.linspace(-1.0, 1.0, 16).reshape(2, 8) + step

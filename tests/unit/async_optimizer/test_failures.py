@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, OrderError, StepError
 from accel_scaler.async_optimizer.pending_parameter import PendingParameter
-from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.async_optimizer.worker import Task
+from accel_scaler.optimizer_step.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,16 +77,10 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-@pytest.mark.parametrize(
-    ("mode", "offload"), [("overlap", "none"), ("overlap", "cpu"), ("delayed", "none")]
-)
 @pytest.mark.parametrize("bad", [0, 2, 3])
-def test_the_error_of_a_failed_step_lists_what_was_updated(
-    fragile_parts: None, bad: int, mode: str, offload: str
-) -> None:
-    """In ``delayed`` masters, which are published whole."""
+def test_the_error_of_a_failed_step_lists_what_was_updated(fragile_parts: None, bad: int) -> None:
     model = Four()
-    optimizer = AsyncOptimizer(sgd(model), model, mode=mode, offload=offload)
+    optimizer = AsyncOptimizer(sgd(model), model)
     before = values(model)
     grads = gradients(model, bad)
     optimizer.step()
@@ -187,7 +181,7 @@ def test_in_sync_an_exit_on_the_training_thread_stays_an_exit(
     kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Four()
-    optimizer = AsyncOptimizer(sgd(model), model, mode="sync")
+    optimizer = AsyncOptimizer(sgd(model), model, step_mode="sync")
     before = values(model)
 
     def leave(*_: Any) -> None:
@@ -252,12 +246,11 @@ def test_a_call_of_the_training_thread_in_a_submitted_function_is_refused(name: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
 def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_mends_it(
-    mode: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Four()
-    optimizer = AsyncOptimizer(sgd(model), model, mode=mode)
+    optimizer = AsyncOptimizer(sgd(model), model)
     checkpoint = model.state_dict(), optimizer.state_dict()
     checkpoint = copy.deepcopy(checkpoint)
     with monkeypatch.context() as patch:

@@ -24,7 +24,7 @@ from accel_scaler.async_optimizer.pending_parameter import (
     PendingGradient,
     hold_gradients,
 )
-from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.replica import Replica
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 from unit.async_optimizer.test_pending_parameter import AFTER, BEFORE, USES, plain
 from unit.async_optimizer.test_reads_unseen import READS
@@ -109,11 +109,11 @@ def lent_by(model: nn.Module) -> list[bool]:
     return [type(p.grad) is PendingGradient for p in model.parameters()]
 
 
-def stepped(mode: str, scaled: bool, **settings: Any) -> tuple[Any, AsyncOptimizer, Any]:
+def stepped(scaled: bool) -> tuple[Any, AsyncOptimizer, Any]:
     model = net()
     scaler = GradScaler("cpu", init_scale=SCALE) if scaled else None
     inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
-    optimizer = AsyncOptimizer(inner, model, mode=mode, scaler=scaler, **settings)
+    optimizer = AsyncOptimizer(inner, model, scaler=scaler)
     return model, optimizer, scaler
 
 
@@ -122,10 +122,9 @@ def backward(model: nn.Module, scaler: Any, number: int = 0) -> None:
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_dropping_gradients_waits_for_nothing(mode: str, scaled: bool) -> None:
-    model, optimizer, scaler = stepped(mode, scaled)
+def test_dropping_gradients_waits_for_nothing(scaled: bool) -> None:
+    model, optimizer, scaler = stepped(scaled)
     with lazy() as gate, optimizer:
         backward(model, scaler)
         optimizer.step()
@@ -141,25 +140,24 @@ def done(gate: Gate) -> int:
         return sum(task.done for task in gate.order)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
 @pytest.mark.parametrize("how", ["by hand", "scaled", "attached"])
 @pytest.mark.parametrize("when", ["graph before the step", "graph after it"])
-def test_a_backward_adds_to_what_the_step_has_read(when: str, how: str, mode: Any) -> None:
+def test_a_backward_adds_to_what_the_step_has_read(when: str, how: str) -> None:
     """autograd asks nobody: a bias, which no backward reads, is stepped and added to."""
     scaled = how == "scaled"
 
-    def run(mode: Any) -> tuple[list[float], list[float]]:
+    def run(is_ours: bool) -> tuple[list[float], list[float]]:
         p = nn.Parameter(torch.ones(3))
         inner = torch.optim.SGD([p], lr=LR, momentum=0.5)
         scaler: Any = None
         optimizer: Any = inner
         accelerator: Any = None
-        if mode is not None and how == "attached":
-            accelerator = attach(Accelerator(cpu=True), step_mode=mode)
+        if is_ours and how == "attached":
+            accelerator = attach(Accelerator(cpu=True), step_mode="overlap")
             optimizer = accelerator.prepare(inner)
-        elif mode is not None:
+        elif is_ours:
             scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=1) if scaled else None
-            optimizer = AsyncOptimizer(inner, mode=mode, scaler=scaler)
+            optimizer = AsyncOptimizer(inner, scaler=scaler)
         elif scaled:
             scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1)
 
@@ -174,7 +172,7 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, how: str, mode: An
 
         first, second = loss(), loss()
         back(first)
-        if mode is None and scaler is not None:
+        if not is_ours and scaler is not None:
             scaler.step(optimizer)
             scaler.update()
         else:
@@ -184,18 +182,17 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, how: str, mode: An
         grads: list[float] = p.grad.tolist()
         if accelerator is not None:
             detach(accelerator)
-        elif mode is not None:
+        elif is_ours:
             optimizer.close()
         return p.tolist(), grads
 
     with lazy():
-        assert run(mode) == run(None)
+        assert run(True) == run(False)
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_an_aliased_gradient_is_seen_by_autograd_as_changed(mode: str) -> None:
+def test_an_aliased_gradient_is_seen_by_autograd_as_changed() -> None:
     """As torch's product in place: a graph that has saved it says so instead of going on."""
-    model, optimizer, scaler = stepped(mode, True)
+    model, optimizer, scaler = stepped(True)
     with optimizer:
         backward(model, scaler)
         grad = model[0].weight.grad
@@ -206,9 +203,8 @@ def test_an_aliased_gradient_is_seen_by_autograd_as_changed(mode: str) -> None:
             graph.backward()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_gradients_of_a_failed_step_are_gone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, scaler = stepped(mode, True)
+def test_gradients_of_a_failed_step_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, scaler = stepped(True)
 
     def fail(self: Any, *args: Any) -> None:
         raise ValueError("planted")
@@ -233,9 +229,8 @@ def test_gradients_of_a_failed_step_are_gone(mode: str, monkeypatch: pytest.Monk
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("mode", ["overlap", "delayed"])
-def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
-    model, optimizer, scaler = stepped(mode, True)
+def test_a_gradient_that_is_kept_keeps_no_optimizer() -> None:
+    model, optimizer, scaler = stepped(True)
     backward(model, scaler)
     grad = model[0].bias.grad
     optimizer.step()
@@ -254,7 +249,7 @@ def test_a_gradient_that_is_kept_keeps_no_optimizer(mode: str) -> None:
 
 def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_optimizer() -> None:
     for scaled in (True, False):
-        model, optimizer, scaler = stepped("overlap", scaled)
+        model, optimizer, scaler = stepped(scaled)
         with optimizer:
             for _ in range(2):
                 backward(model, scaler)
@@ -266,7 +261,7 @@ def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_
         assert [len(p._backward_hooks or ()) for p in model.parameters()] == [0] * 4
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_a_guarded_parameter_can_be_swapped_as_in_torch(mode: Any) -> None:
     model = net()
     twin, future = copy.deepcopy(model), torch.__future__

@@ -17,9 +17,9 @@ import torch
 from async_support import assert_same, one_part_each
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer, OrderError, StepError
+from accel_scaler import AsyncOptimizer, StepError
 from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
-from accel_scaler.async_optimizer.replica import Replica
+from accel_scaler.optimizer_step.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,10 +147,10 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Result:
+def train_beside(reads: list[Callable[[Net, Any], Any]]) -> Result:
     model = network()
     inner = adam(model)
-    with one_part_each(), switching_often(), AsyncOptimizer(inner, model, **options) as optimizer:
+    with one_part_each(), switching_often(), AsyncOptimizer(inner, model) as optimizer:
         train_first = [lambda read=read: read(model, optimizer) for read in reads]
         with Readers(train_first) as readers:
             losses = train(model, optimizer)
@@ -161,9 +161,8 @@ def train_beside(reads: list[Callable[[Net, Any], Any]], **options: Any) -> Resu
     return losses, [p.detach() for p in model.parameters()], state_of(model, inner)
 
 
-@pytest.mark.parametrize("options", [{"mode": "overlap"}, {"mode": "sync", "offload": "cpu"}])
-def test_all_readers_at_once_change_no_bit(options: dict[str, Any]) -> None:
-    assert_same(train_beside(list(READERS.values()), **options), plain())
+def test_all_readers_at_once_change_no_bit() -> None:
+    assert_same(train_beside(list(READERS.values())), plain())
 
 
 class Source:
@@ -224,36 +223,6 @@ def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too(
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.synchronize()
-
-
-def delayed() -> tuple[Net, AsyncOptimizer]:
-    model = network()
-    return model, AsyncOptimizer(adam(model), model, mode="delayed")
-
-
-def test_in_delayed_another_thread_is_refused_what_would_change_the_model() -> None:
-    """Publishing changes it, beneath a forward or a backward that runs meanwhile."""
-    seldom = ("a norm", "one parameter", "unseen")
-    alone, optimizer = delayed()
-    with optimizer:
-        reference = train(alone, optimizer)
-    for name in READERS:
-        model, optimizer = delayed()
-        with optimizer:
-            train(model, optimizer, 4)  # the first of each parameter is no late one
-            with Readers([lambda: READERS[name](model, optimizer)]) as readers:  # noqa: B023
-                for _ in range(0 if name in seldom else 1):
-                    readers.threads[0].join(LIMIT_S)
-        refused = [] if name in seldom else [OrderError]
-        assert list(map(type, readers.errors)) == refused, name
-    model, optimizer = delayed()
-    with switching_often(), optimizer:
-        first = lambda: [READERS[name](model, optimizer) for name in seldom]  # noqa: E731
-        with Readers([first] * 2) as readers:
-            losses = train(model, optimizer)
-        assert readers.errors == []
-    assert losses == reference
-    assert_same([p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()])
 
 
 def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:

@@ -13,11 +13,12 @@ from support import mlp, same
 from torch import nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, OrderError
+from accel_scaler.config import StepMode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT_S = 30.0
-MODES = ("overlap", "delayed")
+MODES: tuple[StepMode, ...] = ("overlap", "sync")
 
 
 @pytest.fixture
@@ -31,11 +32,11 @@ def gate() -> Iterator[threading.Event]:
 class Single:
     """One weight at 1, slope as the caller likes, SGD with learning rate 0.125."""
 
-    def __init__(self, mode: str, with_scaler: bool = True, **settings: Any) -> None:
+    def __init__(self, mode: StepMode, with_scaler: bool = True, **settings: Any) -> None:
         self.w = nn.Parameter(torch.ones(1))
         self.scaler = GradScaler("cpu", init_scale=INIT_SCALE, **settings) if with_scaler else None
         self.inner = torch.optim.SGD([self.w], lr=0.125)
-        self.optimizer = AsyncOptimizer(self.inner, scaler=self.scaler, mode=mode)
+        self.optimizer = AsyncOptimizer(self.inner, scaler=self.scaler, step_mode=mode)
 
     def backward(self, slope: float = 1.0) -> None:
         loss = (self.w * slope).sum()
@@ -53,7 +54,7 @@ class Single:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_functions_and_steps_run_in_the_order_of_their_calls(mode: str) -> None:
+def test_functions_and_steps_run_in_the_order_of_their_calls(mode: StepMode) -> None:
     """A function doubles what it finds, a step subtracts: the result tells the order."""
     with Single(mode, with_scaler=False) as run:
         seen: list[tuple[str, str]] = []
@@ -78,10 +79,9 @@ def test_functions_and_steps_run_in_the_order_of_their_calls(mode: str) -> None:
         assert all("accel_scaler" in thread for _, thread in seen)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_gradients_are_those_of_the_call(mode: str, gate: threading.Event) -> None:
+def test_the_gradients_are_those_of_the_call(gate: threading.Event) -> None:
     """What the training thread does to its gradients and its learning rate later is too late."""
-    with Single(mode, with_scaler=False) as run:
+    with Single("overlap", with_scaler=False) as run:
         run.backward(2.0)
         run.optimizer.submit(lambda: (gate.wait(LIMIT_S), run.optimizer.step()))
         run.optimizer.zero_grad()
@@ -95,7 +95,7 @@ def test_the_gradients_are_those_of_the_call(mode: str, gate: threading.Event) -
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_the_wrapped_optimizer_means_this_one(mode: str, scaled: bool, gate: Any) -> None:
+def test_the_wrapped_optimizer_means_this_one(mode: StepMode, scaled: bool, gate: Any) -> None:
     """RoundPipe's users have no other; one window overflows, and a schedule moves the rate."""
 
     gate.set()

@@ -25,7 +25,7 @@ LIMIT_S = 20.0
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     before = sys.getswitchinterval()
-    worker = Worker(1)
+    worker = Worker()
     yield worker
     worker.stop(LIMIT_S)
     sys.setswitchinterval(before)
@@ -244,7 +244,7 @@ def test_stop_gives_up_on_a_stuck_task_and_says_so(
 
 
 def test_a_worker_that_is_dropped_ends_its_thread() -> None:
-    worker = Worker(1)
+    worker = Worker()
     task = Task(nothing, 0)
     worker.submit(task)
     assert task.wait(limit_s=LIMIT_S)
@@ -274,7 +274,7 @@ def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
 def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(worker: Worker) -> None:
     sys.setswitchinterval(0.004)
     own, short = sys.getswitchinterval(), pytest.approx(worker_module.SWITCH_INTERVAL_S)
-    other = Worker(1)
+    other = Worker()
     gates = [threading.Event(), threading.Event()]
     tasks = [Task(waiting_for(gate), 0) for gate in gates]
     for each, task in zip((worker, other), tasks, strict=True):
@@ -291,11 +291,14 @@ def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(worke
     assert sys.getswitchinterval() == own
 
 
-def test_the_thread_has_its_own_number_of_threads_and_nobody_else_gets_it() -> None:
+def test_the_thread_has_its_own_number_of_threads_and_nobody_else_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        worker, seen = Worker(2), list[int]()
+        monkeypatch.setattr(worker_module, "default_threads", lambda: 2)
+        worker, seen = Worker(), list[int]()
         task = Task(lambda _: seen.append(torch.get_num_threads()), 0)
         worker.submit(task)
         task.wait(limit_s=LIMIT_S)
@@ -337,4 +340,3 @@ def test_by_default_it_has_the_physical_cores_of_one_rank_less_one_whatever_omp_
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert default_threads() == expected
-    assert Worker().threads == expected

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import GradScalerKwargs
 from attached import assert_untouched, cpu, inner_dtype, prepared, train
 from support import mlp, stock, weights
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 
 from accel_scaler import (
@@ -201,7 +201,7 @@ MODE: dict[str, Any] = {"step_mode": "overlap", "min_scale": 4.0}
                                        "max_scale": 1024.0}),
         # A config says everything.
         (ScalerConfig(hysteresis=2), MODE, {"hysteresis": 2, **MODE}),
-        (ScalerConfig(step_mode="delayed"), MODE, MODE),
+        (ScalerConfig(step_mode="overlap"), MODE, MODE),
     ],
 )  # fmt: skip
 def test_settings_by_name_outrank_the_config_and_that_the_environment(
@@ -229,7 +229,7 @@ def test_what_was_asked_for_by_name_is_there_or_it_is_refused(
         ({}, {}),
         (None, {"step_mode": "overlap"}),
         ({"fp32_modules": ("*.none",)}, {}),
-        (None, {"fp32_modules": " *.none,", "optimizer_threads": "auto"}),
+        (None, {"fp32_modules": " *.none,", "min_scale": "none"}),
         (attachment.config, {}),
         (ScalerConfig(fp32_modules=["*.none"]), {"step_mode": "overlap"}),
     ):
@@ -349,23 +349,14 @@ def refuse_compiled(accelerator: Any) -> Any:
     return accelerator.prepare(torch.compile(mlp(), backend="eager"))
 
 
-def refuse_sharing(accelerator: Any) -> Any:
-    """A master of each would overwrite the other's."""
-    shared = nn.Parameter(torch.ones(4))
-    return accelerator.prepare(*(SGD([shared], lr=0.1) for _ in range(2)))
-
-
-@pytest.mark.parametrize(
-    ("refused", "mode"),
-    [(refuse_sharing, "delayed"), (refuse_wrapper, "sync"), (refuse_compiled, "sync")],
-)
-def test_a_refusal_leaves_everything_as_it_was(refused: Any, mode: Any) -> None:
+@pytest.mark.parametrize("refused", [refuse_wrapper, refuse_compiled])
+def test_a_refusal_leaves_everything_as_it_was(refused: Any) -> None:
     """Also what was prepared before the one that is refused."""
     accelerator = cpu()
     model, optimizer = prepared(accelerator)
     refused(accelerator)
     with pytest.raises(UnsupportedError):
-        attach(accelerator, ScalerConfig(step_mode=mode))
+        attach(accelerator)
     assert type(optimizer) is AcceleratedOptimizer
     assert not any("accel_scaler" in name for name in vars(optimizer.optimizer))
     assert inner_dtype(model) is torch.float32

@@ -87,7 +87,7 @@ def test_float16_parameters_train_through_masters(mode: Any) -> None:
     assert not torch.equal(ends[0], start)
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_a_refused_prepare_can_be_repeated(mode: Any) -> None:
     """Registered twice, the schedule would ask the wrapper that does not step about skips."""
     accelerator, model = attach(cpu(), ScalerConfig(step_mode=mode, init_scale=8.0)), mlp()
@@ -115,7 +115,7 @@ def _last_micro_batch(accelerator: Any, model: Any) -> None:
     ("come", "call", "mode"),
     [
         ("attach on a CPU", "step", "sync"),
-        ("attach on a CPU", "clip", "delayed"),
+        ("attach on a CPU", "clip", "overlap"),
         ("attach as on a GPU", "unscale", "sync"),
         ("prepare", "step", "overlap"),
     ],
@@ -125,7 +125,7 @@ def test_gradients_from_before_attach_are_not_added_to(come: str, call: str, mod
 
     It moved 1,000 times too little, or too far.
     """
-    config = ScalerConfig(init_scale=1024.0, step_mode=mode, optimizer_threads=1)
+    config = ScalerConfig(init_scale=1024.0, step_mode=mode)
     accelerator = stock() if come == "attach as on a GPU" else cpu()
     model: Any = mlp()
     inner = SGD(model.parameters(), lr=0.1, momentum=0.9)

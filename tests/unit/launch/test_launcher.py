@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,7 +71,6 @@ def with_section(text: str, name: str = "config.yaml") -> str:
     return name
 
 
-RETIRED = {"delay_warmup_steps", "delay_compensation", "optimizer_threads", "fold_unscale"}
 EVERY = ScalerConfig(
     init_scale=512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False,
     min_scale=2.0, max_scale=2.0**17, hysteresis=4, max_consecutive_skips=6, step_mode="overlap",
@@ -88,7 +88,7 @@ def test_every_field_travels_from_each_source_to_the_ranks(
     started: Started, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     values, texts = EVERY.changed(), EVERY.to_env()
-    assert set(values) == set(FIELDS) - RETIRED, "each one is changed"
+    assert set(values) == set(FIELDS), "each one is changed"
     argv = ["--cpu"]
     if source == "file":
         argv = ["--config_file", with_section(yaml.safe_dump(values))]
@@ -385,3 +385,20 @@ def test_other_errors_pass_and_leave_nothing_behind(started: Started, error: Bas
 @pytest.mark.parametrize("argv", [["-"], ["-m", "no_such_module"], ["--no_python", "true"]])
 def test_a_script_that_is_no_file_is_for_python_to_find(argv: list[str]) -> None:
     assert main(["--cpu", *argv]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--fold_unscale"], "fold_unscale is retired: drop it"),
+        (["--optimizer_threads", "2"], "optimizer_threads is retired: drop it"),
+        (["--delay-warmup-steps=2"], "delay_warmup_steps is retired"),
+        (["--step_mode", "delayed"], "step_mode='delayed' is retired: use offload='cpu'"),
+    ],
+)
+def test_a_retired_flag_is_named_and_nothing_is_started(
+    started: Started, flags: list[str], said: str
+) -> None:
+    with pytest.raises(AccelScalerError, match=re.escape(said)):
+        main(["--cpu", *flags, "train.py"])
+    assert started.args is None

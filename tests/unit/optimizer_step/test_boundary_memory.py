@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_scaler import ScalerConfig, attach
+from accel_scaler import attach
 
 
 class Allocations(TorchDispatchMode):
@@ -34,12 +34,9 @@ def _tensors(value: object) -> list[Tensor]:
     return [t for v in items for t in _tensors(v)] if isinstance(items, (list, tuple)) else []
 
 
-@pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("overflow", [False, True])
-def test_a_boundary_allocates_only_scalars(fold: bool, overflow: bool) -> None:
-    accelerator = attach(
-        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(fold_unscale=fold)
-    )
+def test_a_boundary_allocates_only_scalars(overflow: bool) -> None:
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"))
     params = [torch.nn.Parameter(torch.randn(400, 400)) for _ in range(4)]
     optimizer = accelerator.prepare(torch.optim.AdamW(params, fused=True))
     for turn in range(3):

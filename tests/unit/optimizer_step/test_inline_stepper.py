@@ -15,7 +15,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import StepLR
 
 from accel_scaler.optimizer_step.stepper import InlineStepper
-from accel_scaler.scaling import DeferredUnscale, call_fused
+from accel_scaler.scaling import call_fused
 
 SHAPES = [(3, 5), (7,), (), (80, 60), (4096,), (4097,)]
 
@@ -28,10 +28,10 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
-def give_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator) * scale
+        p.grad = torch.randn(p.shape, generator=generator)
 
 
 def everything(optimizer: Optimizer) -> list[Tensor]:
@@ -69,14 +69,13 @@ class Twins:
         self.stepper = Watched(self.ours)
         self.steps = 0
 
-    def step(self, times: int = 1, scale: float | None = None) -> None:
-        grad_scale = None if scale is None else torch.tensor(scale)
+    def step(self, times: int = 1) -> None:
         for _ in range(times):
             self.steps += 1
             for params in self.params:
-                give_gradients(params, self.steps, scale or 1.0)
-            self.stepper.step(DeferredUnscale(divide=grad_scale))
-            call_fused(self.torchs, grad_scale, None)
+                give_gradients(params, self.steps)
+            self.stepper.step()
+            call_fused(self.torchs, None, None)
             for schedule in self.schedules:
                 schedule.step()
         assert_equal(self.ours, self.torchs)
@@ -109,11 +108,10 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("scale", [None, 1000.0])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-def test_equals_torch(make: Any, scale: float | None) -> None:
+def test_equals_torch(make: Any) -> None:
     twins = Twins(make, schedule=True)
-    twins.step(20, scale)
+    twins.step(20)
     assert twins.stepper.was_direct
     assert [g["lr"] for g in twins.ours.param_groups] == [
         g["lr"] for g in twins.torchs.param_groups
@@ -266,7 +264,7 @@ class Own(AdamW):
 
 def test_another_class_is_stepped_by_its_own_step() -> None:
     twins = Twins(lambda params: Own(params, lr=0.1, fused=True))
-    twins.step(3, 2.0**16)
+    twins.step(3)
     assert not twins.stepper.was_direct
 
 

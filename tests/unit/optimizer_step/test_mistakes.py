@@ -43,7 +43,7 @@ def named(caplog: pytest.LogCaptureFixture, text: str = INSTEAD) -> list[str]:
     return [each for each in caplog.messages if text in each and each.endswith("(Logged once.)")]
 
 
-@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}, {"fold_unscale": True}])
+@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}])
 def test_a_clip_of_scaled_gradients_is_named_and_changes_no_number(
     mode: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -17,13 +17,11 @@ from accelerate.state import AcceleratorState, PartialState
 from children import on_two_ranks
 
 from accel_scaler import UnsupportedError, cli
-from accel_scaler.async_optimizer.delayed import DelayedUpdates
-from accel_scaler.async_optimizer.master_params import ParameterPair
-from accel_scaler.async_optimizer.preview import Terms
-from accel_scaler.async_optimizer.replica import Replica
 from accel_scaler.optimizer_step.blocks import Run
 from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.clipping import Clipping
+from accel_scaler.optimizer_step.masters import ParameterPair
+from accel_scaler.optimizer_step.replica import Replica
 from accel_scaler.overflow import OverflowExplainer
 from accel_scaler.scaling import GradScaler
 from accel_scaler.scaling.update_rule import Rule
@@ -62,8 +60,6 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "scaler is torch's": (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False)),
     "skip, clip, accumulate": (Clipping, "clip_norm", loosely),
     "overlap is sync": (Replica, "step_part", twice),
-    "delayed": (DelayedUpdates, "is_stale", lambda _: lambda *args: False),
-    "delayed, previewed": (Terms, "shares", doubled),
     "offload": (Run, "step", unpublished),
     "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
     "bfloat16 weights": (Boundary, "__init__", careless),
@@ -72,7 +68,6 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 """A fault of the package for each row: an attribute, and what takes its place."""
 OTHERS = [
-    ("delayed, previewed", FAULTS["delayed"]),
     ("save and resume", (GradScaler, "load_state_dict", without_count)),
 ]
 
@@ -152,7 +147,7 @@ def test_the_command_tells_each_row_and_leaves_nothing_behind(
         break_it(monkeypatch, FAULTS[fault])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a user's, and not of the rows
-    monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", "delayed")
+    monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", "overlap")
     assert run("--json", str(tmp_path / "found.json")) == (fault is not None)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     assert logging.root.manager.disable == logging.NOTSET

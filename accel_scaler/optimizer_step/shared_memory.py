@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..optimizer_step import length_of as length_of
-from ..optimizer_step import place_of as place_of
 from ..scaling import local
+from .arena import length_of
 
 
 def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
@@ -37,9 +36,3 @@ def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
             groups.append([i])
         reached = max(reached, (device, after))
     return sorted(sorted(group) for group in groups if len(group) > 1)
-
-
-def are_tied(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether memory of the first overlaps memory of the others."""
-    groups = overlapping([*some, *others])
-    return any(group[0] < len(some) <= group[-1] for group in groups)

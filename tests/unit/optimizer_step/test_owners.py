@@ -27,7 +27,6 @@ from accel_scaler import (
     GradScaler,
     OrderError,
     ScalerConfig,
-    UnsupportedError,
     attach,
     detach,
 )
@@ -38,11 +37,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 SCALE = 512.0
-WAYS = [(m, o, d) for m in ("sync", "overlap") for o in ("none", "cpu") for d in (HALF, BRAIN)]
-WAYS += [("delayed", o, d) for o in ("none", "cpu") for d in (HALF, BRAIN, FULL)]
-WAYS += [("sync", "cpu", FULL), ("overlap", "none", FULL), ("overlap", "cpu", FULL)]
-NAMES = [f"{mode}-{offload}-{str(dtype)[6:]}" for mode, offload, dtype in WAYS]
-ways = pytest.mark.parametrize(("mode", "offload", "dtype"), WAYS, ids=NAMES)
+WAYS = [("sync", HALF), ("sync", BRAIN), ("overlap", HALF), ("overlap", FULL)]
+ways = pytest.mark.parametrize(("mode", "dtype"), WAYS, ids=str)
 REPLACED = "prepared after this SGD|AsyncOptimizer is closed"
 AGAIN = ["prepare", "another accelerator", "by hand"]
 again = pytest.mark.parametrize("how", AGAIN)
@@ -81,10 +77,8 @@ def plain(dtype: torch.dtype, *runs: range) -> Tensor:
 class Cell:
     """What a notebook cell makes anew over one model each time that it is run."""
 
-    def __init__(self, how: str, dtype: torch.dtype, mode: str, offload: str, **more: Any) -> None:
-        self.how, self.model = how, mlp().to(dtype)
-        self.settings = {"offload": offload, "optimizer_threads": 1, **more}
-        self.mode = mode
+    def __init__(self, how: str, dtype: torch.dtype, mode: Any) -> None:
+        self.how, self.model, self.mode = how, mlp().to(dtype), mode
         self.accelerators: list[Any] = []
         self.made: list[Any] = []
         """Every optimizer, as a notebook keeps it."""
@@ -94,14 +88,12 @@ class Cell:
         inner = optimizer_of(self.model)
         if self.how == "by hand":
             self.scaler = GradScaler("cpu", init_scale=SCALE)
-            ours: Any = AsyncOptimizer(
-                inner, self.model, scaler=self.scaler, mode=self.mode, **self.settings
-            )
+            ours: Any = AsyncOptimizer(inner, self.model, scaler=self.scaler, step_mode=self.mode)
             self.backward: Any = lambda loss: self.scaler.scale(loss).backward()
             self.called: Any = self.model
         else:
             if self.how == "another accelerator" or not self.accelerators:
-                config = ScalerConfig(init_scale=SCALE, step_mode=self.mode, **self.settings)  # type: ignore[arg-type]
+                config = ScalerConfig(init_scale=SCALE, step_mode=self.mode)
                 accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
                 accelerator.native_amp = False
                 self.accelerators.append(accelerator)
@@ -127,11 +119,9 @@ class Cell:
 
 
 @contextmanager
-def cell(
-    how: str, dtype: torch.dtype, mode: str = "sync", offload: str = "none", **more: Any
-) -> Iterator[Cell]:
+def cell(how: str, dtype: torch.dtype, mode: str = "sync") -> Iterator[Cell]:
     reset()
-    made = Cell(how, dtype, mode, offload, **more)
+    made = Cell(how, dtype, mode)
     try:
         yield made
     finally:
@@ -141,9 +131,9 @@ def cell(
 @again
 @ways
 def test_the_newest_optimizer_goes_on_and_the_old_one_says_so(
-    how: str, mode: str, offload: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    how: str, mode: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with cell(how, dtype, mode, offload, delay_warmup_steps=99) as notebook:
+    with cell(how, dtype, mode) as notebook:
         with lazy() if how != "by hand" else nullcontext():  # two workers there
             old = notebook.run()
             inner = getattr(old, "optimizer", old)
@@ -151,7 +141,7 @@ def test_the_newest_optimizer_goes_on_and_the_old_one_says_so(
             notebook.train(old, range(4))
             with caplog.at_level(logging.WARNING, "accel_scaler"):
                 new = notebook.run()
-            (record,) = [r for r in caplog.records if "fused=True" not in r.message]
+            (record,) = [r for r in caplog.records if "prepared after" in r.message]
             assert "both step 4 parameters. " in record.message
             with pytest.raises(OrderError, match=REPLACED):
                 old.step()
@@ -168,14 +158,14 @@ def test_the_newest_optimizer_goes_on_and_the_old_one_says_so(
 
 
 @again
-@pytest.mark.parametrize("mode", ["sync", "overlap", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_the_old_masters_are_freed_and_the_newest_values_are_there(how: str, mode: str) -> None:
     """Though the notebook keeps the old optimizer, whose last update was still to come."""
     with cell(how, HALF, mode) as notebook:
         old = notebook.run()
         notebook.train(old, range(3))
+        old.synchronize()
         stepper: Any = async_stepper_of(old.optimizer)
-        stepper.finish()
         pairs = stepper.replica.pairs
         newest = torch.cat([pair.stepped.detach().half().flatten() for pair in pairs])
         masters = [weakref.ref(pair.stepped) for pair in pairs]
@@ -213,41 +203,44 @@ def test_an_old_optimizer_that_is_prepared_again_takes_over_with_its_state(how: 
         assert not torch.equal(weights(notebook.model), before)
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"), [("delayed", FULL), ("sync", HALF), ("overlap", HALF), ("overlap", FULL)]
-)
-def test_two_in_one_call_are_refused_and_nothing_is_changed(mode: str, dtype: torch.dtype) -> None:
-    """Both are meant to be stepped."""
+@pytest.mark.parametrize(("mode", "dtype"), [("sync", HALF), ("overlap", HALF), ("overlap", FULL)])
+def test_of_two_in_one_call_the_last_owns_them(mode: str, dtype: torch.dtype) -> None:
     with cell("prepare", dtype, mode) as notebook:
-        old = notebook.run()
+        first = notebook.run()
         (accelerator,) = notebook.accelerators
-        two = [optimizer_of(notebook.model) for _ in range(2)]
         some = SGD(list(notebook.model.parameters())[:1], lr=0.1)
-        for optimizers in (two, [old, some], [some, two[0]]):
-            with pytest.raises(UnsupportedError, match=r"a SGD and a SGD both step \d parameters"):
-                accelerator.prepare(notebook.model, *optimizers)
-            assert accelerator._optimizers == [old]
-            assert all(async_stepper_of(each) is None for each in (*two, some))
-        notebook.train(old, range(1))
-    reset()
-    stock: Any = Accelerator(cpu=True, mixed_precision="fp16")
-    stock.prepare(mlp().to(dtype), *two)
-    before = dict(vars(stock))
-    with pytest.raises(UnsupportedError, match="both step"):
-        attach(stock, step_mode=mode)
-    assert vars(stock) == before
+        _, some, second = accelerator.prepare(notebook.model, some, optimizer_of(notebook.model))
+        assert accelerator._optimizers == [second]
+        notebook.train(second, range(4))
+        for other in (first, some):
+            with pytest.raises(OrderError, match=REPLACED):
+                other.step()
+        second.synchronize()
+        assert torch.equal(weights(notebook.model), plain(dtype, range(4)))
 
 
-def test_what_is_frozen_may_be_in_both() -> None:
-    *own, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    frozen.requires_grad_(False)
-    first, second = (AsyncOptimizer(SGD([p, frozen], lr=0.5)) for p in own)
-    with lazy(), first, second:
-        for _ in range(2):
-            for p, optimizer in zip(own, (first, second), strict=True):
-                p.grad = torch.ones(2)
-                optimizer.step()
-    assert [p.tolist() for p in (*own, frozen)] == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+def test_in_sync_without_masters_both_step_as_in_torch() -> None:
+    w = nn.Parameter(torch.ones(2))
+    accelerator = attach(Accelerator(cpu=True))
+    optimizers = accelerator.prepare(SGD([w], lr=0.25), SGD([w], lr=0.5))
+    accelerator.backward(w.sum())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert w.tolist() == [0.25, 0.25]
+    detach(accelerator)
+
+
+def test_a_parameter_that_is_added_later_is_owned_from_then_on() -> None:
+    a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    first, second = (AsyncOptimizer(SGD([p], lr=0.5)) for p in (a, b))
+    with lazy(), second:
+        second.add_param_group({"params": [a]})
+        for p in (a, b):
+            p.grad = torch.ones(2)
+        second.step()
+        with pytest.raises(OrderError, match="closed"):
+            first.step()
+    assert [p.tolist() for p in (a, b)] == [[0.5, 0.5]] * 2
 
 
 @again

@@ -1,10 +1,11 @@
-"""The parameters that the optimizer thread steps: aliases of the model's, or float32 masters."""
+"""What is stepped for each parameter: an alias of it, or its float32 master."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,10 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
-from ..optimizer_step import Arena, Placed
 from ..scaling import LOW_PRECISION, local
-from .shared_memory import place_of
-from .streams import SideStreams
+from .arena import Arena, Placed, place_of
 
 MASTER = "master"
 """The key of a parameter's float32 master, in its arena and in its saved state."""
@@ -25,29 +24,26 @@ MASTER = "master"
 class MasterRule:
     """Which of the trained parameters have a float32 master."""
 
-    every: bool
-    """All of them, whatever their dtype."""
     dtypes: frozenset[torch.dtype]
-    """Otherwise those of these dtypes."""
-
-    @classmethod
-    def of(cls, config: ScalerConfig) -> MasterRule:
-        """The rule of these settings. By ``"auto"`` bfloat16 has masters if losses are scaled."""
-        every = config.step_mode == "delayed" or config.offload != "none"
-        if config.master_weights == "none":
-            return cls(every, frozenset())
-        if config.enabled or config.master_weights == "fp32":
-            return cls(every, LOW_PRECISION)
-        return cls(every, frozenset({torch.float16}))
-
-    @property
-    def rounded(self) -> frozenset[torch.dtype]:
-        """Dtypes that hold less than their masters."""
-        return LOW_PRECISION if self.every else self.dtypes
+    """The dtypes of parameters that have one."""
+    on_host: bool = False
+    """Every parameter has one, in host memory, beside the optimizer's state (``offload``)."""
 
     def takes(self, p: Tensor) -> bool:
         """Whether ``p`` has a master while it is trained."""
-        return self.every or p.dtype in self.dtypes
+        return self.on_host or p.dtype in self.dtypes
+
+
+def master_rule(config: ScalerConfig, device: torch.device) -> MasterRule:
+    """The rule of these settings for parameters on ``device``. By ``"auto"`` bfloat16 has masters
+    if losses are scaled or state is offloaded. On a CPU state is in host memory as it is."""
+    if config.offload == "cpu":
+        return MasterRule(LOW_PRECISION, on_host=device.type != "cpu")
+    if config.master_weights == "none":
+        return MasterRule(frozenset())
+    if config.enabled or config.master_weights == "fp32":
+        return MasterRule(LOW_PRECISION)
+    return MasterRule(frozenset({torch.float16}))
 
 
 class ParameterPair(Placed):
@@ -64,11 +60,6 @@ class ParameterPair(Placed):
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
-        self.host_grad: Tensor | None = None
-        """Host memory that the gradient is sent to. ``staging`` is the same memory: the update has
-        read the gradient by then. In ``delayed`` ``staging`` has its own."""
-        self.guard: Any = None
-        """The handle of the hook that waits before a backward adds to the gradient."""
 
     def place(self, arena: Arena, slot: int, memory: Tensor | None) -> None:
         """Take ``slot`` of ``arena``; step a master in ``memory`` from now on (None: no master)."""
@@ -105,23 +96,18 @@ class ParameterPair(Placed):
             now = torch.where(master.to(now.dtype) == now, master, now.float())
         master.copy_(now)
 
-    def publish(self, streams: SideStreams) -> None:
+    def publish(self) -> None:
         """Write the master to the model, rounded to its dtype. Call without autograd."""
         if self.is_master:
-            streams.up(self.stepped.data, self.target, self.staging)
+            self.target.copy_(self.stepped.data)
 
 
 def make_pairs(
     optimizer: Optimizer,
-    streams: SideStreams,
-    *,
-    offload: bool,
     masters: MasterRule,
     known: Iterable[ParameterPair],
     saved: Container[int] = (),
-    ranks: Mapping[int, int] | None = None,
-    stages: bool = False,
-    renews: bool = False,
+    ranks: Mapping[int, int] = MappingProxyType({}),
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
@@ -130,8 +116,6 @@ def make_pairs(
     Args:
         saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.
         ranks: the order of masters in memory, by the ``id`` of parameters.
-        stages: ``staging`` needs other memory than ``host_grad``.
-        renews: all masters get new memory.
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
@@ -146,7 +130,6 @@ def make_pairs(
             wanted = needed and masters.takes(p)
             if (
                 before is not None
-                and not (renews and before.is_master)
                 and place_of(before.target) == place_of(pair.target)
                 and before.is_master == wanted
             ):
@@ -155,21 +138,11 @@ def make_pairs(
             else:
                 fresh.append((wanted, pair))
             pairs.append(pair)
-    last = len(ranks or ())
-    fresh.sort(key=lambda each: (each[1].group, (ranks or {}).get(id(each[1].param), last)))
+    last = len(ranks)
+    fresh.sort(key=lambda each: (each[1].group, ranks.get(id(each[1].param), last)))
     for wanted in (False, True):
-        _place([pair for has, pair in fresh if has is wanted], wanted, offload)
-    made = [pair for has, pair in fresh if has]
-    _keep_masters(made, old)
-    if offload and not streams.is_host:
-        targets = [pair.target for pair in made]
-        landing = streams.host_like(targets)
-        staging = streams.host_like(targets) if stages else landing
-        for pair, grad, sent in zip(made, landing, staging, strict=True):
-            pair.host_grad, pair.staging = grad, sent
-    # A model may go with its optimizer while the device still has an update of it to do.
-    new = [pair for pair in pairs if old.get(id(pair.param)) is not pair]
-    streams.keep(t for pair in new for t in (pair.target, pair.stepped.data))
+        _place([pair for has, pair in fresh if has is wanted], wanted, masters.on_host)
+    _keep_masters([pair for has, pair in fresh if has], old)
     return pairs
 
 
@@ -197,11 +170,11 @@ def is_stepped(p: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _place(pairs: Sequence[ParameterPair], has_masters: bool, offload: bool) -> None:
+def _place(pairs: Sequence[ParameterPair], has_masters: bool, on_host: bool) -> None:
     """Give each a place in an arena; there is one for neighbours of one group and device."""
     for _, neighbours in groupby(pairs, key=lambda pair: (pair.group, pair.target.device)):
         mine = list(neighbours)
-        device = torch.device("cpu") if offload else mine[0].target.device
+        device = torch.device("cpu") if on_host else mine[0].target.device
         arena = Arena([pair.target for pair in mine], device, has_masters)
         slots = range(len(mine))
         memory = arena.allocate(slots, MASTER) if has_masters else [None] * len(mine)
@@ -217,3 +190,22 @@ def _keep_masters(pairs: Sequence[ParameterPair], old: dict[int, ParameterPair])
         if before is not None and before.is_master and before.stepped.shape == pair.stepped.shape:
             pair.stepped.copy_(before.stepped)
             pair.refresh()
+
+
+def entry_of(entries: Mapping[Any, Any], key: Any) -> dict[str, Any]:
+    """One parameter's saved state; {}: there is none, or not as a dict."""
+    entry = entries.get(key)
+    return entry if isinstance(entry, dict) else {}
+
+
+def without_master(entry: Any) -> Any:
+    """A parameter's saved state without its master."""
+    if not isinstance(entry, dict):
+        return entry
+    return {key: value for key, value in entry.items() if key != MASTER}
+
+
+def holds_masters(state_dict: Mapping[str, Any]) -> bool:
+    """Whether a state dict has float32 masters in it."""
+    entries = state_dict.get("state", {})
+    return any(MASTER in entry_of(entries, key) for key in entries)

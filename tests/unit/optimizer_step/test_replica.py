@@ -11,6 +11,8 @@ from async_support import assert_same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, UnsupportedError
+from accel_scaler.optimizer_step import MasterRule, Replica
+from accel_scaler.optimizer_step import replica as replica_module
 from accel_scaler.optimizer_step.stepper import async_stepper_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -67,11 +69,9 @@ def replaced(params: Any) -> Any:
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [
-        (torch.float32, {"mode": "sync"}),
-        (torch.float32, {"mode": "overlap"}),
-        (torch.float32, {"mode": "delayed"}),
-        (torch.float32, {"offload": "cpu"}),
-        (torch.float16, {"mode": "sync"}),
+        (torch.float32, {"step_mode": "sync"}),
+        (torch.float32, {}),
+        (torch.float16, {"step_mode": "sync"}),
     ],
 )
 @pytest.mark.parametrize("make", [Own, Halving, replaced])
@@ -144,3 +144,31 @@ def test_step_hooks_are_called_as_torch_calls_them() -> None:
         return called
 
     assert run(AsyncOptimizer) == run(lambda optimizer, model: optimizer)
+
+
+def make_replica(optimizer: torch.optim.Optimizer) -> Replica:
+    replica = Replica(optimizer, MasterRule(frozenset()))
+    replica.follow()
+    return replica
+
+
+def test_parts_cover_each_parameter_once_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "SMALLEST_PART", 6)
+    sizes = (4, 4, 1, 9, 2)
+    params = [nn.Parameter(torch.ones(n)) for n in sizes]
+    optimizer = torch.optim.SGD([{"params": params[:3]}, {"params": params[3:], "lr": 1.0}])
+    replica = make_replica(optimizer)
+    assert [[pair.param.numel() for pair in part.pairs] for part in replica.parts] == [
+        [4, 4],
+        [1, 9],
+        [2],
+    ]
+    assert [(part.start, part.end) for part in replica.parts] == [(0, 2), (2, 4), (4, 5)]
+    assert [part.groups for part in replica.parts] == [{0: [0, 1]}, {0: [0], 1: [1]}, {1: [0]}]
+    replica.order_by([params[4], params[0]])
+    assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]
+    assert all(
+        a is b for a, b in zip(replica.params, [params[i] for i in (4, 0, 1, 2, 3)], strict=True)
+    )
+    assert not replica.follow()  # nothing changed: the order stays
+    assert [pair.param.numel() for pair in replica.ordered] == [2, 4, 4, 1, 9]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_scaler.async_optimizer.master_params import ParameterPair
-from accel_scaler.async_optimizer.spot_check import MAX_WHOLE, RUN, STRIDE, SpotCheck
 from accel_scaler.optimizer_step.arena import Arena
+from accel_scaler.optimizer_step.masters import ParameterPair
+from accel_scaler.optimizer_step.spot_check import MAX_WHOLE, RUN, STRIDE, SpotCheck
 
 SHAPES = (3,), (), (MAX_WHOLE,), (100, STRIDE), (7, 9), (MAX_WHOLE + 1,)
 

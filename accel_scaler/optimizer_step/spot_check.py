@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..optimizer_step import flat, is_dense
-from .master_params import ParameterPair
+from .arena import flat, is_dense
+from .masters import ParameterPair
 
 RUN, STRIDE = 16, 2048
 """Of every ``STRIDE`` elements of a large tensor the first ``RUN`` are compared, a cache line."""

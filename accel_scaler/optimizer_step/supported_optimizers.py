@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
-from ..optimizer_step import is_replaced, raw_step
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
-from .master_params import MasterRule, is_stepped
+from .masters import MasterRule, is_stepped
 from .shared_memory import overlapping
+from .stepper import is_replaced, raw_step
 
 _BY_PARAMETER = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
@@ -22,7 +24,7 @@ _BY_PARAMETER = (
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Those of them that need a whole parameter, not a shard of it."""
 
-WHY = "offload, step_mode 'delayed', float16 or bfloat16 parameters"
+WHY = "offload, float16 or bfloat16 parameters"
 WAY_OUT = (
     "Use step_mode='sync' or 'overlap' without offload, with float32 parameters, or with bfloat16 "
     "ones and master_weights='none'."
@@ -124,34 +126,23 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
         )
 
 
-def refuse_overlap(optimizer: Optimizer, masters: MasterRule, names: ParameterNames) -> None:
-    """Raise ``UnsupportedError`` where parameters that have masters share memory."""
-    taken = (p for p in parameters_of(optimizer) if is_stepped(p) and masters.takes(p))
+def refuse_overlapping(
+    optimizer: Optimizer,
+    concerns: Callable[[Tensor], bool],
+    names: ParameterNames,
+    others: Sequence[Tensor] = (),
+) -> None:
+    """Raise ``UnsupportedError`` where trained parameters that it ``concerns`` share memory with
+    each other or with ``others``, without being one ``Parameter``."""
+    taken = (p for p in parameters_of(optimizer) if is_stepped(p) and concerns(p))
     params = list({id(p): p for p in taken}.values())
-    for group in overlapping(params):
-        both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}: {both} share memory, and each would have a float32 "
-            f"master of its own ({WHY}). Use one Parameter for both (decoder.weight = "
-            "encoder.weight; torch.nn.functional.linear(x, weight.t()) for a transposed one). "
-            f"{WAY_OUT}"
-        )
-
-
-def refuse_spread(optimizer: Optimizer, device: torch.device | None = None) -> None:
-    """Raise ``UnsupportedError`` where parameters are on several devices, or not on ``device``:
-    the optimizer thread puts its work in order with one device's streams."""
-    places = {p.device for p in parameters_of(optimizer)}
-    names = ", ".join(sorted(map(str, places)))
-    if len(places) > 1 or (device is not None and not all(is_on(p, device) for p in places)):
-        here = "one device" if device is None else str(device)
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}: its parameters are on {names}; expected all of them on "
-            f"{here}. Use one optimizer for each device, made once the model is where it trains, "
-            "or step_mode='sync' without offload."
-        )
-
-
-def is_on(place: torch.device, device: torch.device) -> bool:
-    """Whether both are the same device; one may leave the index out."""
-    return place.type == device.type and (None in (place.index, device.index) or place == device)
+    for group in overlapping([*params, *others]):
+        if group[0] < len(params):
+            tensors = [*params, *others]
+            both = " and ".join(names.of((tensors[i] for i in group[:2]), optimizer))
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}: {both} share memory and are not one Parameter: each "
+                "would be updated, or awaited, apart from the other. Use one Parameter for both "
+                "(decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
+                "a transposed one), or step_mode='sync' and float32 parameters without offload."
+            )

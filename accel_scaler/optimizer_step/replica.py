@@ -1,15 +1,14 @@
-"""What the optimizer thread steps: a copy of the optimizer with parameters of its own.
+"""What is stepped in place of an optimizer: a copy of it, with parameters of its own.
 
 The user's optimizer stays what schedulers, checkpoints and log lines look at. The copy has the same
-class and shares the state entries; its hyperparameters are copied when a step is handed over.
+class and shares the state entries; its hyperparameters are copied at each step. It knows neither
+which thread steps it nor who waits.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, pairwise, repeat
 from operator import attrgetter
 from typing import Any
@@ -19,21 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..optimizer_step import (
-    ATTRIBUTE,
-    Follower,
-    Held,
-    Placed,
-    Run,
-    Scratch,
-    are_same,
-    neighbours,
-    raw_step,
-    rule_of,
-)
 from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
-from .compile_session import beside_no_compile
-from .master_params import (
+from .arena import Held, are_same
+from .blocks import Run, Scratch, neighbours, rule_of
+from .masters import (
     MasterRule,
     ParameterPair,
     goes_to_master,
@@ -41,35 +29,16 @@ from .master_params import (
     make_pairs,
     shard_of,
 )
-from .shared_memory import overlapping
 from .spot_check import SpotCheck
-from .streams import SideStreams
-from .supported_optimizers import refuse_replaced, refuse_spread, refuse_unsteppable
+from .stepper import ATTRIBUTE, raw_step
+from .supported_optimizers import refuse_replaced, refuse_unsteppable
 
-PARTS, DEVICE_PARTS = 32, 8
+PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
-SMALLEST_DEVICE_PART = 1 << 25
-"""The same on a device, which steps that many in the time that the Python of a part takes."""
 
 _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
-
-
-class ThreadContext:
-    """The gradient mode of the thread that makes this."""
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._with_grad = torch.is_grad_enabled()
-
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Within the block that gradient mode holds; on another thread no compile runs then."""
-        is_there = threading.get_ident() == self._thread
-        turn = nullcontext() if is_there else beside_no_compile()
-        with turn, torch.set_grad_enabled(self._with_grad):
-            yield
 
 
 class Part:
@@ -87,35 +56,12 @@ class Part:
 
 
 class Replica:
-    """Pairs, parts and the copy of one optimizer. For the training thread, except where said.
+    """Pairs, parts and the copy of one optimizer; ``masters`` says which parameters have one. For
+    the training thread, except where said."""
 
-    Args:
-        offload: state and masters live in host memory.
-        masters: which parameters have them.
-        inline: steps run on the training thread.
-        stages: values are sent to the device while gradients come from there (``delayed``).
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        streams: SideStreams,
-        *,
-        offload: bool,
-        masters: MasterRule,
-        inline: bool = False,
-        stages: bool = False,
-    ) -> None:
-        self._stages = stages
-        self.optimizer, self.streams = optimizer, streams
-        self.offload, self.masters = offload, masters
+    def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
+        self.optimizer, self.masters = optimizer, masters
         refuse_unsteppable(optimizer, masters)
-        self.inline = inline
-        """Steps run on the training thread."""
-        self.sends = offload and not streams.is_host
-        """Gradients are sent to host memory."""
-        self.thread_context = ThreadContext()
-        """That of the thread which handed the last step over."""
         self._edited: set[int] = set()
         """``id`` of parameters that were edited where no version counts."""
         self._ranks: dict[int, int] = {}
@@ -140,14 +86,10 @@ class Replica:
         self.copy: Any = None
         self.has_loaded = False
         """Masters were loaded, and the model perhaps not yet: until the next step."""
-        self._renews = False
-        """Masters are to be laid out anew."""
-        self._scratch = Scratch(torch.device("cpu") if self.offload else self.streams.device)
+        self._scratch = Scratch()
         self._removed: list[ParameterPair] = []
         """Pairs of parameters that are in no group now, but still in the optimizer's state."""
         self._spot_check = SpotCheck((), set())
-        self._shares_memory = False
-        """Some parameters have memory in common, so there is one part."""
         self.known: list[Tensor] = []
         """The optimizer's parameters at the last :meth:`follow`, in its order."""
         self._layout: object = None
@@ -155,14 +97,13 @@ class Replica:
         self._shared: Held | None = None
         """The optimizer's state, when it was last shared."""
         self._stepped: list[Any] = []
-        """What is stepped for each of its keys; the key itself where it belongs to no pair."""
+        """For each key of the optimizer's state the stepped parameter; the key itself where it
+        belongs to no pair."""
         self._borrowed: list[Any] = []
-        """All that is in it, while a step uses it."""
+        """All values of the optimizer's state, while a step uses it."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
-        """Of each group then: whether a kernel takes it, and with which keys of state."""
+        """Per group, when the state was last shared: (has a kernel, keys of state)."""
         self._has_all_state = False
-        self._recorded: tuple[Any, Held] = None, Held((), ())
-        """The training stream and these values, when they were last recorded on streams."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
@@ -174,14 +115,14 @@ class Replica:
         )
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter's address, shape, strides and dtype; if some may
-        need a master, which are trained."""
+        """The groups' sizes; each parameter's address, shape, strides and dtype; which parameters
+        are trained, if some may need a master."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params
         dtypes = list(map(_dtype_of, held))
         # float16 is refused without a master, once it is trained.
-        low = self.masters.rounded | {torch.float16}
-        may_need_masters = self.masters.every or not low.isdisjoint(dtypes)
+        low = self.masters.dtypes | {torch.float16}
+        may_need_masters = self.masters.on_host or not low.isdisjoint(dtypes)
         frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
@@ -194,7 +135,7 @@ class Replica:
 
     def rounds_now(self) -> bool:
         """What ``has_rounded`` will be after :meth:`follow`: a parameter may be unfrozen."""
-        params, rounded = parameters_of(self.optimizer), self.masters.rounded
+        params, rounded = parameters_of(self.optimizer), self.masters.dtypes
         return not rounded.isdisjoint(map(_dtype_of, params)) and not rounded.isdisjoint(
             map(_dtype_of, filter(is_stepped, params))  # a Python loop
         )
@@ -205,21 +146,8 @@ class Replica:
             return False
         params = parameters_of(self.optimizer)
         refuse_unsteppable(self.optimizer, self.masters)
-        if not self.inline:
-            refuse_spread(self.optimizer, self.streams.device)
         known = [*self.pairs, *self._removed]
-        pairs = make_pairs(
-            self.optimizer,
-            self.streams,
-            offload=self.offload,
-            masters=self.masters,
-            known=known,
-            saved=self._saved,
-            ranks=self._ranks,
-            stages=self._stages,
-            renews=self._renews,
-        )
-        self._renews = False
+        pairs = make_pairs(self.optimizer, self.masters, known, self._saved, self._ranks)
         removed, now = set(map(id, self._removed)), set(map(id, params))
         for pair in (pair for pair in pairs if id(pair) in removed):
             pair.refresh()  # what was written to it meanwhile
@@ -230,7 +158,6 @@ class Replica:
         ]
         self.pairs, self.known, self._saved = pairs, params, set()
         self._layout = self._layout_of(params)
-        self._shares_memory = bool(overlapping([pair.target for pair in pairs]))
         self._make_copy()
         self._split()
         self._spot_check = SpotCheck(pairs, self._edited)
@@ -239,14 +166,11 @@ class Replica:
 
     def order_by(self, params: Iterable[Tensor]) -> None:
         """Update ``params`` in this order from now on, after those of earlier calls; others come
-        last. Masters lie in this order in memory after the next :meth:`follow`."""
-        before = self.params
+        last."""
         for p in params:
             self._ranks.setdefault(id(p), len(self._ranks))
         if self.pairs:
             self._split()
-            if self.has_masters and not are_same(before, self.params):
-                self._renews, self._layout = True, None
 
     def _make_copy(self) -> None:
         cls: Any = type(self.optimizer)
@@ -263,20 +187,15 @@ class Replica:
         self.copy = copy
 
     def _split(self) -> None:
-        """Cut the pairs into parts, in the model's order. Parameters that share memory are in one
-        part, in the optimizer's order: a use waits for one part."""
+        """Cut the pairs into parts, in the model's order."""
         ranks, last = self._ranks, len(self._ranks)
-        in_order = sorted(self.pairs, key=lambda pair: ranks.get(id(pair.param), last))
-        self.ordered = ordered = self.pairs if self._shares_memory else in_order
+        self.ordered = ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
         sizes = [pair.stepped.numel() for pair in ordered]
-        if self.offload or self.streams.is_host:
-            size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
-        else:
-            size = max(sum(sizes) // DEVICE_PARTS, SMALLEST_DEVICE_PART)
+        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
         cuts, have = [0], 0
         for end, length in enumerate(sizes, 1):
             have += length
-            if end == len(ordered) or (have >= size and not self._shares_memory):
+            if end == len(ordered) or have >= size:
                 cuts.append(end)
                 have = 0
         self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
@@ -290,11 +209,6 @@ class Replica:
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
-    @property
-    def has_settings(self) -> bool:
-        """The copy has hyperparameters, as of the last :meth:`prepare`."""
-        return self.copy is not None and any(len(group) > 1 for group in self.copy.param_groups)
-
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
 
@@ -302,7 +216,6 @@ class Replica:
             UnsupportedError: it cannot be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
-        self.thread_context = ThreadContext()
         self.share_state(grads)
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
@@ -345,34 +258,13 @@ class Replica:
         self._stepped = [stepped_of.get(id(key), key) for key in state]
         for arena in {pair.arena for pair in self.pairs}:
             arena.renew_counts()
-        # What is moved has another memory after it.
-        before = [t.detach() for t in _tensors_in(values) if self.streams.copies_beside]
         for pair in self.pairs:
             self._move_entry(pair, state.get(pair.param, {}))
-        # Read just now on this stream, whichever their memory is from.
-        self.streams.keep(before, at_home=True)
         values = _values_of(state)
         self._shared, self._keys = Held([*state], values, repeat(True)), keys
-        self._recorded = None, Held((), ())  # the same tensors may have another memory
         for part in self.parts:
             part.runs = None
         return values
-
-    @property
-    def version(self) -> object:
-        """Another object whenever state was laid out anew; None: none is."""
-        return self._shared
-
-    @torch.no_grad()
-    def places(self) -> Sequence[Placed]:
-        """Lay out the state as it is now. () where that is not for a step inside ``step()``: for
-        masters, before the first :meth:`follow` and where parameters share memory, whose order of
-        updates is the optimizer's."""
-        if self.has_masters or self._shares_memory or not self.is_current():
-            return ()
-        with torch.inference_mode(False), self.streams.as_at_home():
-            self._lay_out(self.optimizer.state, [p.grad for p in self.params])
-        return self.pairs
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to what its pair steps with: shards; for a master float32,
@@ -395,21 +287,6 @@ class Replica:
         if rule is not None:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
-
-    def keep(self) -> None:
-        """On the worker, before a step and once it is enqueued: record the memory of what is
-        stepped on both streams, whichever allocated it."""
-        streams = self.streams
-        if not streams.copies_beside:
-            return
-        for group in self.copy.param_groups:
-            streams.keep(_tensors_in([v for key, v in group.items() if key != "params"]))
-        # In ``auto`` steps on either stream use the scratch.
-        values = [*_values_of(self.copy.state), *self._scratch.tensors]
-        home, recorded = self._recorded
-        if home != streams.home or not recorded.is_current((), values):
-            streams.keep(_tensors_in(values), at_home=True)
-            self._recorded = streams.home, Held((), values)
 
     def expect_masters(self, params: Iterable[Tensor]) -> None:
         """Masters of ``params`` are about to be loaded: :meth:`follow` makes room for those of
@@ -467,31 +344,26 @@ class Replica:
         return [pair.param for pair in edited]
 
     def step_part(
-        self,
-        part: Part,
-        grads: list[Any],
-        deferred: DeferredUnscale,
-        publishes: bool,
-        follow: Callable[..., Follower | None] | None = None,
+        self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
-        """On the worker: do what is ``deferred`` to a part's gradients, and update it.
-
-        Args:
-            publishes: write masters' new values to the model.
-            follow: see :meth:`.Run.step`.
-        """
+        """On any thread: do what is ``deferred`` to a part's gradients, update it, and write new
+        values of masters to the model."""
+        if self.masters.on_host:
+            final = self.bring(part.pairs, grads, deferred)
+            grads = [None if grad is None else grad.to("cpu") for grad in final]
+            deferred = DeferredUnscale()
         runs = [
-            (number, run, [grads[i] for i in places]) for number, places, run in self.runs_of(part)
+            (number, run, [grads[i] for i in places]) for number, places, run in self._runs_of(part)
         ]
         if runs and all(run.takes(mine) for _, run, mine in runs):
             for number, run, mine in runs:
                 group = self.copy.param_groups[number]
-                whole = deferred.multiply is None and run.takes(mine, whole=True)
-                run.step(type(self.optimizer), group, mine, deferred, publishes, whole, follow)
+                whole = not deferred and run.takes(mine, whole=True)
+                run.step(type(self.optimizer), group, mine, deferred, publishes=True, whole=whole)
             return
-        self._step_in_python(part, self.bring(part.pairs, grads, deferred), deferred.divide)
-        for pair in part.pairs if publishes else ():
-            pair.publish(self.streams)
+        self._step_in_python(part, self.bring(part.pairs, grads, deferred))
+        for pair in part.pairs:
+            pair.publish()
 
     def bring(
         self,
@@ -499,32 +371,22 @@ class Replica:
         grads: Sequence[Tensor | None],
         deferred: DeferredUnscale,
     ) -> list[Tensor | None]:
-        """The gradients that ``pairs`` are stepped with, float32 for masters. What is ``deferred``
-        is done to them, except a division, which is left to the kernel."""
+        """The gradients that ``pairs`` are stepped with, float32 for masters, where they are.
+        Those of float32 parameters are unscaled in place."""
         final = list(grads)
         scaled: list[tuple[Tensor, Tensor]] = []
         for place, (pair, grad) in enumerate(zip(pairs, grads, strict=True)):
-            if grad is None:
-                continue
-            is_rounded = goes_to_master(pair, grad)
-            final[place] = exact = grad.float() if is_rounded else grad
-            # What was sent to host memory was unscaled before, but for these.
-            if is_rounded or not self.sends:
+            if grad is not None:
+                final[place] = exact = grad.float() if goes_to_master(pair, grad) else grad
                 scaled.append((pair.param, exact))
-        if deferred.divide is None:
-            deferred.apply(scaled)
+        deferred.apply(scaled)
         return final
 
-    def runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
-        """On the worker: what may step a part by calls of a fused kernel; []: none is known."""
+    def _runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
+        """What may step a part by calls of a fused kernel; []: none is known."""
         if part.runs is None:
             part.runs = list(self._make_runs(part))
         return part.runs
-
-    def keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Keys of a group's state that has the parameter's shape; (): none, or not known."""
-        rule = rule_of(self.optimizer)
-        return () if rule is None else rule.keys(group)
 
     def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], Run]]:
         rule = rule_of(self.optimizer)
@@ -534,12 +396,9 @@ class Replica:
             group = self.copy.param_groups[number]
             for some in neighbours(part.pairs, places):
                 pairs = [part.pairs[place] for place in some]
-                sends = {"is_sent": self.sends, "sends": self.streams.copies_beside}
-                yield number, some, Run(pairs, rule, group, self.copy, self._scratch, **sends)
+                yield number, some, Run(pairs, rule, group, self.copy, self._scratch)
 
-    def _step_in_python(
-        self, part: Part, grads: list[Tensor | None], grad_scale: Tensor | None
-    ) -> None:
+    def _step_in_python(self, part: Part, grads: list[Tensor | None]) -> None:
         """The optimizer's own step on the part."""
         params = [pair.stepped for pair in part.pairs]
         whole = self.copy.param_groups
@@ -550,28 +409,24 @@ class Replica:
         try:
             for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
-            self.call_step(params, grad_scale)
-            for p, grad in zip(params if grad_scale is not None else (), grads, strict=False):
-                if grad is not None and p.grad is not None and p.grad is not grad:
-                    grad.copy_(p.grad)  # the kernel has unscaled a copy in another layout
+            self.call_step(params)
         finally:
             self.copy.param_groups = whole
             for p in params:
                 p.grad = None
 
-    def call_step(self, params: Sequence[Tensor], grad_scale: Tensor | None) -> Any:
+    def call_step(self, params: Sequence[Tensor]) -> Any:
         """The class's step on the copy, where ``params`` have gradients."""
         copy, step = self.copy, raw_step(type(self.optimizer))
-        with self.thread_context.around_step():
-            if not getattr(copy, "_step_supports_amp_scaling", False):
-                return step(copy)
-            if params and params[0].device.type == "cpu":
-                match_layout(params, copy.state)
-            copy.grad_scale, copy.found_inf = grad_scale, nothing_found(copy)
-            try:
-                return step(copy)
-            finally:
-                del copy.grad_scale, copy.found_inf
+        if not getattr(copy, "_step_supports_amp_scaling", False):
+            return step(copy)
+        if params and params[0].device.type == "cpu":
+            match_layout(params, copy.state)
+        copy.grad_scale, copy.found_inf = None, nothing_found(copy)
+        try:
+            return step(copy)
+        finally:
+            del copy.grad_scale, copy.found_inf
 
 
 def frozen(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""float16 parameters train through float32 masters: every mode, with and without offload."""
+"""Which parameters train through float32 masters, and how their gradients are clipped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from references import GROWTH_INTERVAL, INIT_SCALE, OPTIMIZERS, loss_of, network, same
+from references import INIT_SCALE, OPTIMIZERS, loss_of, network, same
 from torch import nn
 
 from accel_scaler import (
@@ -19,8 +19,9 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.async_optimizer import replica as replica_module
-from accel_scaler.async_optimizer.master_params import MasterRule
+from accel_scaler.config import StepMode
+from accel_scaler.optimizer_step import replica as replica_module
+from accel_scaler.optimizer_step.masters import master_rule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
 
@@ -49,7 +50,7 @@ def test_clipping_some_parameters_leaves_the_others(
     chosen = [0, 3]
     scaler = GradScaler("cpu", init_scale=INIT_SCALE)
     inner = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-    with AsyncOptimizer(inner, model, scaler=scaler, mode="sync") as optimizer:
+    with AsyncOptimizer(inner, model, scaler=scaler, step_mode="sync") as optimizer:
         before = [p.detach().float().clone() for p in model.parameters()]
         scaler.scale(loss_of(model, 0)).backward()
         params = list(model.parameters())
@@ -70,19 +71,8 @@ def test_clipping_some_parameters_leaves_the_others(
             assert torch.equal(new, before[i] - grad)
 
 
-def attached(mode: str = "sync", offload: str = "none", **settings: Any) -> Any:
-    config = ScalerConfig(
-        step_mode=mode,  # type: ignore[arg-type]
-        offload=offload,  # type: ignore[arg-type]
-        init_scale=INIT_SCALE,
-        growth_interval=GROWTH_INTERVAL,
-        **settings,
-    )
-    return attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-
-
 def test_unscaling_float16_gradients_in_place_is_refused_with_the_remedy() -> None:
-    accelerator = attached("sync")
+    accelerator = attach(Accelerator(cpu=True, mixed_precision="fp16"), init_scale=INIT_SCALE)
     net = half()
     model, optimizer = accelerator.prepare(net, OPTIMIZERS["sgd"](net.parameters()))
     accelerator.backward(loss_of(model, 0))
@@ -103,8 +93,8 @@ def brain() -> nn.Module:
     return network(BRAIN)
 
 
-def rule(**settings: Any) -> list[torch.dtype]:
-    taken = MasterRule.of(ScalerConfig(**settings))
+def rule(device: str = "cpu", **settings: Any) -> list[torch.dtype]:
+    taken = master_rule(ScalerConfig(**settings), torch.device(device))
     return [d for d in (HALF, BRAIN, FULL) if taken.takes(torch.empty(1, dtype=d))]
 
 
@@ -113,35 +103,37 @@ def test_the_rule() -> None:
     assert rule(enabled=False) == [HALF]
     assert rule(enabled=False, master_weights="fp32") == [HALF, BRAIN]
     assert rule(master_weights="none") == []
-    for all_of_them in ({"step_mode": "delayed"}, {"offload": "cpu"}):
-        assert rule(**all_of_them) == rule(**all_of_them, enabled=False) == [HALF, BRAIN, FULL]
+    for scaled in (True, False):
+        assert rule(offload="cpu", enabled=scaled) == [HALF, BRAIN]
+        assert rule("cuda", offload="cpu", enabled=scaled) == [HALF, BRAIN, FULL]
 
 
-@pytest.mark.parametrize("way", [{"mode": "delayed"}, {"offload": "cpu"}])
-def test_none_contradicts_what_needs_masters(way: dict[str, str]) -> None:
-    model = brain()
+def test_none_contradicts_offload() -> None:
+    inner = torch.optim.SGD(brain().parameters())
     with pytest.raises(ConfigError, match="master_weights='none' updates parameters in place"):
-        AsyncOptimizer(torch.optim.SGD(model.parameters()), model, master_weights="none", **way)
+        AsyncOptimizer(inner, offload="cpu", master_weights="none")
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_float16_in_place_is_refused_before_anything_is_changed(mode: str) -> None:
+def test_float16_in_place_is_refused_before_anything_is_changed(mode: StepMode) -> None:
     model = network(HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = set(vars(optimizer))
     with pytest.raises(UnsupportedError, match="float16 parameters"):
-        AsyncOptimizer(optimizer, model, mode=mode, master_weights="none")
+        AsyncOptimizer(optimizer, model, step_mode=mode, master_weights="none")
     assert set(vars(optimizer)) == before
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_a_checkpoint_goes_between_masters_and_in_place(mode: str) -> None:
+def test_a_checkpoint_goes_between_masters_and_in_place(mode: StepMode) -> None:
     """In place, masters in it are nobody's: what comes of them is the parameter's rounding."""
     scaler = GradScaler("cpu", init_scale=INIT_SCALE)
 
     def train(wish: str, model: nn.Module, saved: Any) -> Any:
         inner = OPTIMIZERS["adamw"](model.parameters())
-        with AsyncOptimizer(inner, model, scaler=scaler, mode=mode, master_weights=wish) as ours:
+        with AsyncOptimizer(
+            inner, model, scaler=scaler, step_mode=mode, master_weights=wish
+        ) as ours:
             if saved is not None:
                 ours.load_state_dict(saved)
             for step in range(3):

@@ -1,0 +1,333 @@
+"""A stepper that updates an optimizer through its replica, inside ``step()``.
+
+It follows what a script changes from outside (groups, parameters, their values), and loads and
+saves float32 masters with the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from ..errors import OrderError, StepError, UnsupportedError, listed
+from ..scaling import (
+    MAX_NAMES,
+    DeferredUnscale,
+    ParameterNames,
+    local,
+    parameters_of,
+    reduce_partial_gradients,
+)
+from .blocks import rule_of
+from .masters import MASTER, MasterRule, entry_of, without_master
+from .owners import own_parameters
+from .replica import Replica, is_empty
+from .state_dicts import StateDictHooks
+from .stepper import Stepper, StepTiming, async_stepper_of, register, unregister
+from .supported_optimizers import refuse_overlapping
+
+logger = logging.getLogger("accel_scaler")
+
+_version_of = attrgetter("_version")
+
+
+class ReplicaStepper(Stepper):
+    """Steps ``optimizer``. Methods are for the training thread, except where documented.
+
+    Args:
+        masters: which parameters are stepped through float32 masters.
+        parameter_names: names parameters in errors.
+        holder: the object that calls :meth:`close`; None: nothing tells whether it is gone.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        masters: MasterRule,
+        *,
+        parameter_names: ParameterNames | None = None,
+        holder: object | None = None,
+    ) -> None:
+        _close_left(async_stepper_of(optimizer))
+        self.optimizer = optimizer
+        self.parameter_names = parameter_names or ParameterNames()
+        self.replica = Replica(optimizer, masters)
+        self._refuse_overlapping()
+        has_kernel = rule_of(optimizer) is not None
+        if masters.on_host and has_kernel and not all(g["fused"] for g in optimizer.param_groups):
+            logger.warning(
+                "offload='cpu': %s without fused=True takes about five times as long on a CPU. "
+                "Make it with fused=True (of the Trainer: optim='adamw_torch_fused').",
+                type(optimizer).__name__,
+            )
+        self._holder = None if holder is None else weakref.ref(holder)
+        self.on_replaced: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Called where another optimizer takes the parameters over; it has to call :meth:`close`
+        with ``is_replaced``."""
+        self.steps = 0
+        """Updates so far."""
+        self.is_closed = False
+        self._versions: list[int] = []
+        """With masters: the version of each parameter, in the optimizer's order, when it last was
+        its rounded master."""
+        self._logged_edits = False
+        register(self)
+        try:
+            self._hooks = StateDictHooks(self)
+        except BaseException:
+            unregister(optimizer)
+            raise
+
+    def _refuse_overlapping(self) -> None:
+        refuse_overlapping(self.optimizer, self.replica.masters.takes, self.parameter_names)
+
+    @property
+    def is_left(self) -> bool:
+        """Its holder is gone and has not closed it."""
+        return self._holder is not None and self._holder() is None
+
+    # The boundary's questions.
+
+    @property
+    def keeps_scaled(self) -> bool:
+        """Some parameters are float16 or bfloat16 with masters: their gradients stay scaled."""
+        if not self.replica.pairs:
+            self.refresh()
+        return self.replica.has_rounded or self.replica.rounds_now()
+
+    # Following changes from outside.
+
+    def refresh(self) -> None:
+        """Follow changes from outside: groups, parameters, their values."""
+        is_current = self.replica.is_current()
+        with torch.inference_mode(False):  # masters made in an evaluation are stepped outside of it
+            self._follow_edits()
+            if not is_current:
+                self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        self._refuse_overlapping()
+        replica = self.replica
+        known = dict(zip(map(id, replica.known), self._versions, strict=False))
+        replica.follow()
+        self._note_versions()
+        if self._versions:
+            self._versions = [
+                known.get(id(p), version)
+                for p, version in zip(replica.known, self._versions, strict=True)
+            ]
+        own_parameters(self)
+
+    def _note_versions(self) -> None:
+        params = self.replica.known if self.replica.has_masters else ()
+        self._versions = list(map(_version_of, params))
+
+    def _follow_edits(self) -> None:
+        known = self._versions
+        self._note_versions()
+        if known == self._versions:
+            return
+        versions = zip(self.replica.pairs, self._versions, known, strict=False)
+        for pair in [pair for pair, now, before in versions if now != before]:
+            pair.refresh()
+
+    def follow_unseen_edits(self) -> None:
+        """Copy edits made through ``.data`` to the masters, as a step does, before these are
+        read."""
+        with torch.inference_mode(False):
+            if self.replica.has_masters:
+                self._take_edits()
+
+    def _take_edits(self) -> None:
+        """Let masters take what was written where no version counts. Any thread that steps."""
+        edited = self.replica.take_edits() if self.replica.has_masters else []
+        if edited and not self._logged_edits:
+            self._logged_edits = True
+            logger.warning(
+                "%s changed where torch counts no version (.data). The float32 master has taken "
+                "the new values, but of large tensors only a sample is compared: write `with "
+                "torch.no_grad(): p.copy_(...)`, which is always seen. (Logged once.)",
+                self._names(edited),
+            )
+
+    # The step.
+
+    def step(self, deferred: DeferredUnscale | None = None) -> None:
+        """Take the gradients and update. Synchronises with the device for masters, which are
+        compared with the model.
+
+        Raises:
+            OrderError: it is closed.
+            StepError: the update failed; says which parameters were updated.
+            UnsupportedError: it cannot be stepped so; nothing was changed.
+        """
+        self._run_hooks("pre")
+        self._get_ready()
+        if self.replica.is_sharded:
+            reduce_partial_gradients(self.replica.params)
+        grads = [p.grad for p in self.replica.params]
+        if any(grad is not None for grad in grads):
+            self._forbid_sparse(grads)
+            self._update(grads, deferred or DeferredUnscale())
+        self._run_hooks("post")
+
+    def step_idle(self) -> None:
+        if self._step_hooks("pre") or self._step_hooks("post"):
+            self.step()
+
+    def _get_ready(self) -> None:
+        if self.is_closed:
+            raise OrderError(
+                f"a step of {type(self.optimizer).__name__} came after its stepper was closed. "
+                "Make another AsyncOptimizer, or prepare the optimizer again."
+            )
+        self.refresh()
+
+    @torch.no_grad()
+    def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
+        replica, done = self.replica, 0
+        replica.prepare(grads)
+        self.steps += 1
+        self.timing = timing = StepTiming(time.perf_counter(), inline=True)
+        held = [None if grad is None else local(grad) for grad in grads]
+        self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
+        try:
+            self._take_edits()
+            replica.has_loaded = False
+            for part in replica.parts:
+                replica.step_part(part, held[part.start : part.end], deferred)
+                done += 1
+        except Exception as error:
+            raise self._failure(error, self.steps, done, "training") from error
+        finally:
+            timing.busy, timing.finished = time.perf_counter() - timing.start, True
+            # Not those without a gradient: another branch's backward may still need them.
+            params = zip(replica.params, grads, strict=True)
+            torch.autograd.graph.increment_version([p for p, g in params if g is not None])
+            self._note_versions()
+            replica.give_back_state()
+
+    def _failure(self, error: BaseException, number: int, done: int, thread: str) -> StepError:
+        """The error of update ``number`` that failed after ``done`` parts."""
+        replica, names = self.replica, self._names
+        params, part = replica.params, replica.parts[min(done, len(replica.parts) - 1)]
+        return StepError(
+            f"step {number} of {type(self.optimizer).__name__} failed on the {thread} thread "
+            f"({type(error).__name__}: {error}). Updated: {names(params[: part.start])}. Of "
+            f"{names(params[part.start : part.end])} some may have moved, or their optimizer "
+            f"state. As before the step: {names(params[part.end :])}. The gradients of this step "
+            "are gone; the next step works with new ones."
+        )
+
+    def _forbid_sparse(self, grads: Sequence[Tensor | None]) -> None:
+        pairs = self.replica.ordered if self.replica.has_masters else ()
+        for pair, grad in zip(pairs, grads, strict=False):
+            if grad is not None and pair.is_master and grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"{self._names([pair.param])} has a sparse gradient, which float32 masters do "
+                    "not take. Use Embedding(sparse=False), or float32 parameters without offload."
+                )
+
+    def _step_hooks(self, when: str) -> list[Callable[..., Any]]:
+        """The optimizer's own step hooks and the global ones, in torch's order."""
+        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+        return [*everywhere, *own] if when == "pre" else [*own, *everywhere]
+
+    def _run_hooks(self, when: str) -> None:
+        """Call the step hooks on the training thread, as torch does."""
+        arguments: Any = (self.optimizer,), {}
+        hooks = self._step_hooks(when)
+        if hooks:
+            self.synchronize()  # they see the state after the update, the last or the present one
+        for hook in hooks:
+            result = hook(self.optimizer, *arguments)
+            if when == "pre" and result is not None and result != arguments:
+                raise UnsupportedError(
+                    f"a step pre-hook of {type(self.optimizer).__name__} returned other arguments, "
+                    "expected None: step() is called without arguments here. Change the gradients "
+                    "in the hook instead."
+                )
+
+    # Loading and closing.
+
+    def begin_loading(self, state_dict: dict[str, Any]) -> None:
+        """Before the optimizer loads ``state_dict``: make room for masters."""
+        self.synchronize()
+        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        # Not strict: torch refuses a state dict of another number of parameters.
+        params = zip(keys, parameters_of(self.optimizer), strict=False)
+        entries = state_dict["state"]
+        self.replica.expect_masters(p for key, p in params if MASTER in entry_of(entries, key))
+        self.refresh()
+
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """After the optimizer has loaded ``state_dict``: load masters and their state from it.
+
+        A saved ``master`` counts as far as it rounds to the model's present parameter.
+        """
+        replica, entries = self.replica, state_dict["state"]
+        with torch.inference_mode(False):
+            if replica.masters.on_host or self.keeps_scaled:
+                if not replica.is_current():
+                    self.refresh()
+                rest = {k: without_master(entry) for k, entry in entries.items()}
+                masters = {k: entry_of(entries, k).get(MASTER) for k in entries}
+                replica.load_state({**state_dict, "state": rest}, masters)
+                self._note_versions()
+        self.refresh()
+
+    def close(self, is_replaced: bool = False) -> None:
+        """Give the optimizer back to torch: its state is as torch has it. ``is_replaced``: nothing
+        steps it now, so its state stays where it is."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        unregister(self.optimizer)
+        state = self.optimizer.state
+        for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
+            del state[p]
+        try:
+            if not is_replaced:
+                self._hooks.give_state_back()
+        finally:
+            self._hooks.remove()
+            self.replica.let_go()
+            self._versions = []
+
+    def give_way(self) -> None:
+        """Another optimizer owns the parameters from now on: close this one."""
+        owner = None if self.on_replaced is None else self.on_replaced()
+        if owner is None:
+            self.close(is_replaced=True)
+        else:
+            owner()
+
+    def _names(self, params: Sequence[Tensor]) -> str:
+        names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
+        return listed(names, len(params)) or "none"
+
+
+def _close_left(stepper: Stepper | None) -> None:
+    """Close the stepper that an optimizer has, if its holder is gone. Raises ``OrderError`` where
+    it is in use."""
+    if stepper is None:
+        return
+    if not (isinstance(stepper, ReplicaStepper) and stepper.is_left):
+        raise OrderError(
+            f"this {type(stepper.optimizer).__name__} is stepped by an AsyncOptimizer or an "
+            "attached accelerator already; close() or detach() that one first."
+        )
+    stepper.close()

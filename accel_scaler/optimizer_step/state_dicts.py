@@ -1,0 +1,137 @@
+"""State dicts of an optimizer that is stepped through a replica: torch's own, with masters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import dlpack
+
+from ..errors import UnsupportedError
+from ..scaling import parameters_of
+from .masters import MASTER, ParameterPair, without_master
+from .replica import is_empty
+
+if TYPE_CHECKING:
+    from .replica_stepper import ReplicaStepper
+
+
+class StateDictHooks:
+    """torch's hooks around ``state_dict`` and ``load_state_dict`` of one stepper's optimizer."""
+
+    def __init__(self, stepper: ReplicaStepper) -> None:
+        self._stepper = stepper
+        self._handles: list[Any] = []
+        self._loading: Any = None
+        """The state dict that is being loaded."""
+        optimizer, add = stepper.optimizer, self._handles.append
+        try:
+            add(optimizer.register_state_dict_pre_hook(self._before_saving))
+            add(optimizer.register_state_dict_post_hook(self._after_saving))
+            self._loads = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+            add(self._loads)
+            # Before the user's, which see the state.
+            after = self._after_loading
+            add(optimizer.register_load_state_dict_post_hook(after, prepend=True))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def give_state_back(self) -> None:
+        """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
+        optimizer, replica = self._stepper.optimizer, self._stepper.replica
+        # Without pairs nothing was stepped or loaded, and ``keeps_scaled`` would make pairs.
+        if not replica.pairs or not (
+            replica.masters.on_host or self._stepper.keeps_scaled or replica.is_sharded
+        ):
+            return
+        # State of replaced parameters stays; torch's state dict does not take it.
+        own, found = set(map(id, parameters_of(optimizer))), optimizer.state
+        gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
+        left = {key: found.pop(key) for key in gone}
+        saved = optimizer.state_dict()
+        entries = {key: without_master(entry) for key, entry in saved["state"].items()}
+        state = {k: e for k, e in entries.items() if not (is_empty(e) and isinstance(k, int))}
+        self.remove()
+        optimizer.load_state_dict({**saved, "state": state})
+        optimizer.state.update(left)
+
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        own = set(map(id, parameters_of(optimizer)))
+        for key in [k for k, entry in optimizer.state.items() if is_empty(entry)]:
+            if isinstance(key, Tensor) and id(key) not in own:
+                del optimizer.state[key]  # made for sharing, and its parameter is gone
+        self._stepper.synchronize()
+        self._stepper.refresh()  # a model that was loaded after its masters
+        self._stepper.follow_unseen_edits()
+
+    def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        pairs = {id(pair.param): pair for pair in self._stepper.replica.pairs}
+        state: dict[Any, Any] = dict(state_dict["state"])
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+            for index, p in zip(saved["params"], group["params"], strict=True):
+                pair, entry = pairs.get(id(p)), state.get(index)
+                if pair is None:
+                    continue
+                # Else it is the optimizer's own, as torch's is: what is written to it counts.
+                is_ours = pair.is_master or hasattr(p, "to_local") or MASTER in (entry or ())
+                if is_ours and isinstance(entry, dict):  # a plain optimizer may have loaded it
+                    own = without_master(entry)
+                    entry = {key: _export(pair, value) for key, value in own.items()}
+                # Torch's optimizers want all of their state in an entry that is not empty.
+                master = pair.stepped.data
+                if pair.is_rounded and (entry or not torch.equal(master, pair.target.to(master))):
+                    entry = {**(entry or {}), MASTER: _export(pair, master)}
+                if entry is None or is_empty(entry):
+                    state.pop(index, None)  # made for sharing, never filled
+                else:
+                    state[index] = entry
+        return {**state_dict, "state": state}
+
+    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        stepper = self._stepper
+        is_ours = stepper.replica.masters.on_host or stepper.keeps_scaled
+        hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        if is_ours and next(reversed(hooks)) != self._loads.id:
+            raise UnsupportedError(
+                "load_state_dict: a pre-hook was registered after prepare() or AsyncOptimizer(), "
+                "and would not see the state, which goes into float32 masters. Register it "
+                "before, or change the state dict before it is loaded."
+            )
+        stepper.begin_loading(state_dict)
+        if is_ours:
+            state_dict = {**state_dict, "state": stepper.replica.apart(state_dict["state"])}
+        self._loading = state_dict
+        # torch casts to the parameter's dtype and device, which is not where state lives here.
+        return {**state_dict, "state": {}} if is_ours else state_dict
+
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
+            self._stepper.load(loaded)
+
+
+def _export(pair: ParameterPair, value: Any) -> Any:
+    """``value`` as torch has it: the same memory, in a storage that ends with the tensor, since
+    ``torch.save`` writes whole storages; a shard of a sharded parameter is a DTensor."""
+    p: Any = pair.param
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        if value.device.type == "mps":  # which older releases of torch do not export
+            value = value.clone()
+        else:
+            value = dlpack.from_dlpack(dlpack.to_dlpack(value.detach()))  # type: ignore[attr-defined]
+    is_shard = isinstance(value, Tensor) and not hasattr(value, "to_local")
+    if not (hasattr(p, "to_local") and is_shard and value.shape == pair.target.shape):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )

@@ -92,7 +92,8 @@ class Attachment:
             self.fp32_modules.refuse_uncastable(model)
         self.stock_class: type | None = None
         """The class before ``attach``."""
-        self.scaler = GradScaler(self.device.type, **settings)
+        self.scaler = AttachedScaler(self.device.type, **settings)
+        self.scaler.attachment = weakref.ref(self)
         state = {} if self.stock_scaler is None else self.stock_scaler.state_dict()
         if state and state["_growth_tracker"]:
             begun = {"_growth_tracker": state["_growth_tracker"]}
@@ -123,8 +124,6 @@ class Attachment:
                 healer,
                 self.float16,
             )
-        self.scaler.extra["fp32_modules"] = self.fp32_modules.added
-        self.scaler.call_when_loaded(self.keep_fp32)
         self.boundary = Boundary(
             self.scaler,
             self.device,
@@ -293,6 +292,28 @@ class Attachment:
         """Wait for every step in flight, and publish it."""
         for optimizer in list(self.optimizers):
             optimizer.synchronize()
+
+
+class AttachedScaler(GradScaler):
+    """Keeps the names of modules that were healed in its state dict."""
+
+    attachment: weakref.ref[Attachment] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As GradScaler's, and ``fp32_modules``, a list of names, where some were healed."""
+        state, attachment = super().state_dict(), self.attachment and self.attachment()
+        healed = list(attachment.fp32_modules.added) if attachment else []
+        return state | ({"fp32_modules": healed} if state and healed else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As GradScaler's; modules that the saved run had healed run in float32. Raises as
+        :meth:`Attachment.keep_fp32`, too."""
+        super().load_state_dict(state_dict)
+        if self.is_enabled() and self.attachment and (attachment := self.attachment()):
+            attachment.keep_fp32(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k != "attachment"}
 
 
 @cache

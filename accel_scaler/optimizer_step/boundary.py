@@ -26,6 +26,7 @@ from ..scaling import (
     Losses,
     OptimizerRecord,
     Window,
+    always,
     first_nonfinite,
     first_version,
     gradients_of,
@@ -78,7 +79,7 @@ class Boundary:
         skip_norm_above: float | str | None = None,
     ) -> None:
         self.scaler, self.device = scaler, device
-        self.observers = [each for each in observers if each is not None]
+        self.observers, self._rerun = [each for each in observers if each is not None], rerun
         checks, has_limit = skip_nonfinite or scaler.is_enabled(), skip_norm_above is not None
         self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit, rerun)
         self.spikes = SpikeRule(skip_norm_above)
@@ -195,12 +196,15 @@ class Boundary:
         stepper.wait()
         self._close(optimizer, scaler.window, record, stepper)
         try:
-            scaler.check_skips()
+            scaler.check_skips(self._cause_of_skips)
         except OverflowStreakError as error:
             for observer in self.observers:
                 observer.run_ended(f"{type(error).__name__}: {error}")
             raise
         return not record.is_skipped
+
+    def _cause_of_skips(self) -> str:
+        return next(filter(None, (each.cause_of_skips() for each in self.observers)), "")
 
     def name_mistake(self, text: str | None) -> None:
         """Log a mistake of the script once, and tell the observers; None: there is none."""
@@ -226,7 +230,8 @@ class Boundary:
         """Update the scale, then the parameters or not. The window is closed before the step
         begins: after an interrupt the next one is new."""
         timing = None
-        self.scaler.close_window(record.found_inf, record.is_spike)
+        has_room = always if self._rerun is None else self._rerun.has_room
+        self.scaler.close_window(record.found_inf, record.is_spike, has_room)
         record.stage = OptState.STEPPED
         for observer in self.observers:
             observer.before_update(optimizer, window)

@@ -27,7 +27,11 @@ class Observer:
         """A backward from this unscaled loss is about to start."""
 
     def after_backward(self) -> None:
-        """That backward has ended, and not by an exception."""
+        """The backward finished without an exception."""
+
+    def cause_of_skips(self) -> str:
+        """Where the overflows of this run of skips begin and what helps; "": not known."""
+        return ""
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """The scale is updated, parameters and gradients are still those of the window; the
@@ -37,8 +41,8 @@ class Observer:
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
-        """The optimizer has stepped, or was skipped. ``timing``: that of its update, which may
-        still run; None: there was no update."""
+        """The optimizer has stepped, or was skipped. ``timing``: of its update, which may still
+        run; None: there was no update."""
 
     def mistake_named(self, text: str) -> None:
         """The log has named a mistake of the script: what it is, what to write instead."""
@@ -52,6 +56,9 @@ class Rerun(Protocol):
 
     def before_check(self) -> None:
         """Gradients are about to be checked, unscaled or clipped."""
+
+    def has_room(self) -> bool:
+        """Whether the scale may grow where that is due."""
 
     def make_again(self, stepping: Optimizer | None) -> bool:
         """Make the open window's gradients anew if they overflowed; returns whether it did."""

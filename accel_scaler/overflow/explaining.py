@@ -103,7 +103,6 @@ class OverflowExplainer(Observer):
         """The window in which a growth was due last, and whether there was room for it."""
         if retries and looks_ahead:
             self._room = Headroom(scaler.get_growth_interval())
-            scaler.has_room = self._has_room
         runs_again = how == "replay" or self.makes_again
         self.recording = WindowRecording(self.makes_again) if runs_again else None
         self.finder = OverflowFinder() if self.always else None
@@ -267,11 +266,12 @@ class OverflowExplainer(Observer):
             self._given_up = window, self._is_together
         return found
 
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether a growth of the scale is worth trying; the same on every rank."""
         if self._asked[0] is self.scaler.window:  # another optimizer has stepped in it
             return self._asked[1]
-        assert self._room is not None
+        if self._room is None:
+            return True
         level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
         if has_ranks() and not self.is_everywhere:
             level = 0.0  # as on ranks that do not look

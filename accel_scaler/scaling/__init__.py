@@ -18,6 +18,7 @@ from .collectives import (
 )
 from .grad_norms import GradNorm as GradNorm
 from .grad_scaler import (
+    GradientReader as GradientReader,
     GradScaler as GradScaler,
     call_fused as call_fused,
     nothing_found as nothing_found,
@@ -50,6 +51,7 @@ from .origin import Origin as Origin, Pair as Pair
 from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
 from .ranks import Share as Share, is_worldwide as is_worldwide
 from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
+from .update_rule import always as always
 from .window import (
     DeferredUnscale as DeferredUnscale,
     OptimizerRecord as OptimizerRecord,

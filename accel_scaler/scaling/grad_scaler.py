@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +41,17 @@ from .window import OptimizerRecord, Snapshot, Window, stepped
 T = TypeVar("T")
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+class GradientReader(Protocol):
+    """What updates an optimizer, perhaps on another thread."""
+
+    @property
+    def reads_beside(self) -> bool:
+        """An unfinished update may read ``.grad``."""
+
+    def wait_for_gradients(self) -> None:
+        """Wait until no update reads ``.grad``: a backward is about to add to it."""
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -105,8 +115,6 @@ class GradScaler(torch.amp.GradScaler):
         self._was_loaded = False
         self.skips = SkipStreak(max_consecutive_skips)
         self.parameter_names = ParameterNames()
-        self.extra: dict[str, Any] = {}
-        """Further entries of :meth:`state_dict`; see :meth:`call_when_loaded`."""
         self._make_transient()
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
@@ -125,12 +133,9 @@ class GradScaler(torch.amp.GradScaler):
         self._leaves: list[weakref.ref[Tensor]] = []
         """Until an optimizer is known: the parameters that a backward from the window's outputs
         reaches. Dropped with it, since torch swaps no parameter that has a weak reference."""
-        self.has_room: Callable[[], bool] = always
-        """Asked by :meth:`close_window` before the scale grows."""
-        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]]
+        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
         self._managed = weakref.WeakKeyDictionary()
-        """Optimizers that a boundary steps, in the order they came, and their ``Stepper``."""
-        self._follower: weakref.WeakMethod[Callable[[dict[str, Any]], None]] | None = None
+        """Optimizers that a boundary steps, in the order they came, and their steppers."""
 
     # Note [torch's methods in the window of a thread]
     # torch.amp.GradScaler's methods read `_scale` and `_per_optimizer_states`, and assign an empty
@@ -592,10 +597,11 @@ class GradScaler(torch.amp.GradScaler):
             params = filter(has_nonfinite_gradient, parameters_of(optimizer))
             self.skips.names.update(self.parameter_names.of(params, optimizer))
 
-    def check_skips(self) -> None:
-        """Raise ``OverflowStreakError`` if the run of skips is over its limit."""
+    def check_skips(self, cause: Callable[[], str] = str) -> None:
+        """Raise ``OverflowStreakError`` if the run of skips is over its limit; ``cause`` says where
+        the overflows begin and what helps, "" where that is not known."""
         skips = self._consecutive_skips + self._spikes
-        self.skips.check(skips, self.get_scale if self._enabled else None)
+        self.skips.check(skips, self.get_scale if self._enabled else None, cause)
 
     # Windows, as a boundary opens and closes them for the optimizers that it steps.
 
@@ -617,13 +623,16 @@ class GradScaler(torch.amp.GradScaler):
                 self.window.opened_by = threading.get_ident()
             return self.window
 
-    def close_window(self, found_inf: bool, is_spike: bool = False) -> None:
+    def close_window(
+        self, found_inf: bool, is_spike: bool = False, has_room: Callable[[], bool] = always
+    ) -> None:
         """Update the scale for the open window, before its optimizers step.
 
         Call it again for each further optimizer of the window: the update starts over from
         where the window began, with all verdicts so far, so that a window updates the scale
         once. :meth:`unscale_` keeps dividing by the window's own scale. A spike moves no scale, and
-        a disabled one stays 1. Synchronises only where others were unscaled by hand.
+        a disabled one stays 1. Where growth is due, ``has_room`` is asked. Synchronises only where
+        others were unscaled by hand.
         """
         with self._lock:
             window = self.window
@@ -638,16 +647,16 @@ class GradScaler(torch.amp.GradScaler):
                 self.write_state(replace(before, spikes=before.spikes + 1))
             else:
                 rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # it counts skips alone
-                self.write_state(rule.advance(before, window.found_inf, self.has_room))
+                self.write_state(rule.advance(before, window.found_inf, has_room))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""
         with self._lock:
             self._next_window()
 
-    def manage(self, optimizer: Optimizer, stepper: Any) -> None:
-        """Let a boundary step this optimizer by a ``Stepper``; both are held weakly. Synchronises
-        with the device where there are gradients and no loss was scaled."""
+    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
+        """Let a boundary step this optimizer; both are held weakly. Synchronises with the device
+        where there are gradients and no loss was scaled."""
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
         self._managed[optimizer] = weakref.ref(stepper)
@@ -711,13 +720,11 @@ class GradScaler(torch.amp.GradScaler):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, ``_consecutive_skips``, and those of ``extra`` that are not empty;
-        {} if disabled. Plain numbers, texts and lists. torch's own scaler loads it too.
-        Synchronises if the last update ran on the device."""
+        """torch's five entries and ``_consecutive_skips``; {} if disabled. Plain numbers. torch's
+        own scaler loads it too. Synchronises if the last update ran on the device."""
         state = super().state_dict()
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips
-            state |= {key: copy.deepcopy(value) for key, value in self.extra.items() if value}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -744,9 +751,6 @@ class GradScaler(torch.amp.GradScaler):
                 self.window.scale = torch.full((), before, dtype=torch.float32)
             if is_moved or self.window.closed:
                 self._next_window()
-            follower = None if self._follower is None else self._follower()
-        if follower is not None:
-            follower(state_dict)
 
     def _check_state(self, state_dict: dict[str, Any]) -> None:
         for key in (*_TORCH_KEYS, "_consecutive_skips"):
@@ -762,11 +766,6 @@ class GradScaler(torch.amp.GradScaler):
                 "long run of skips has brought it there, and every window would be skipped. Load "
                 "an earlier checkpoint, or set min_scale (1.0, say), which the scale is raised to."
             )
-
-    def call_when_loaded(self, method: Callable[[dict[str, Any]], None]) -> None:
-        """Call this bound method, held weakly, with each state that :meth:`load_state_dict` has
-        loaded; for an integration that fills ``extra``."""
-        self._follower = weakref.WeakMethod(method)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of a window that has been stepped may be left behind.

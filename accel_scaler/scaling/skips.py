@@ -27,55 +27,55 @@ class SkipStreak:
         """By name: in how many windows of this run a tensor had a non-finite gradient."""
         self.origin = ""
         """One sentence on where the last overflow began, set by an observer that has found it."""
-        self.cause: Callable[[], str] = str
-        """Set by an observer: returns where the overflows begin and what helps; "": not known."""
         self._warns_at = 0
         self._is_told = False
         """Where nothing is scaled: the first skip was logged."""
         self._forget()
-
-    def __getstate__(self) -> dict[str, object]:
-        return vars(self) | {"cause": str}  # the observer stays behind
 
     def wants_names(self, skips: int) -> bool:
         """Whether one more skip after ``skips`` others logs a warning or ends the run: only then
         are names worth another read of every gradient."""
         return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
 
-    def check(self, skips: int, get_scale: Callable[[], float] | None) -> None:
+    def check(
+        self, skips: int, get_scale: Callable[[], float] | None, cause: Callable[[], str] = str
+    ) -> None:
         """Log a warning of a long run, and of the first skip where nothing is scaled, since then it
         is no search for a scale; raise ``OverflowStreakError`` for one over its limit.
 
         Args:
             skips: windows in a row that were skipped; 0: the run is over.
             get_scale: returns the present loss scale; None: nothing is scaled.
+            cause: returns where the overflows begin and what helps; "": not known.
         """
         limit = self.limit
         if skips == 0:
             self._forget()
         elif limit is not None and skips > limit:
             text = f"{skips} windows in a row were skipped, max_consecutive_skips={limit} allows "
-            text += f"{limit}. {self._describe(get_scale)}"
+            text += f"{limit}. {self._describe(get_scale, cause)}"
             self._forget()
             raise OverflowStreakError(text)
         elif skips >= self._warns_at:
             self._warns_at = 10 * skips
             end = f"the run ends after {limit}" if limit is not None else "the run goes on"
             text = "%s skipped in a row; %s (max_consecutive_skips=%s). %s"
-            logger.warning(text, counted(skips, "window"), end, limit, self._describe(get_scale))
+            logger.warning(
+                text, counted(skips, "window"), end, limit, self._describe(get_scale, cause)
+            )
         elif get_scale is None and not self._is_told:
             self._is_told = True
             text = "a window was skipped, as step_was_skipped says (logged once). %s"
-            logger.warning(text, self._describe(get_scale))
+            logger.warning(text, self._describe(get_scale, cause))
 
-    def _describe(self, get_scale: Callable[[], float] | None) -> str:
+    def _describe(self, get_scale: Callable[[], float] | None, cause: Callable[[], str]) -> str:
         names = [] if self.origin else [name for name, _ in self.names.most_common()]
         tensors = listed(names[:MAX_NAMES], len(names))
         seen = f"Non-finite gradients in: {tensors}. " if names else ""
         scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
         origin = f"{self.origin}. " if self.origin else ""
-        cause = self.cause() or f"{origin}Look at the data and the loss of these windows."
-        return f"{seen}{scale}Parameters are as before the run of skips. {cause}"
+        why = cause() or f"{origin}Look at the data and the loss of these windows."
+        return f"{seen}{scale}Parameters are as before the run of skips. {why}"
 
     def _forget(self) -> None:
         self.names.clear()

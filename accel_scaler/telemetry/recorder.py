@@ -57,7 +57,6 @@ class Recorder(Observer):
         floor = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
         facts = start.facts | {"precision": "fp16" if self._is_scaled else "no"}
         self.history = History(Start(facts=facts, settings=start.settings | floor))
-        scaler.skips.cause = self.history.cause
         self.underflow_interval = underflow_interval
         self._table, self._noted = NameTable(scaler.parameter_names), 0
         self._open: OpenRecord | None = None
@@ -71,6 +70,9 @@ class Recorder(Observer):
             weakref.finalize(self, _report, self.history, os.getpid())
         if journal is not None:
             self._finish = weakref.finalize(self, journal.close, peak_memory)
+
+    def cause_of_skips(self) -> str:
+        return self.history.cause()
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Read what the update overwrites; the check has just waited for the device."""

@@ -43,7 +43,7 @@ def pair(path: Path, **kwargs: Any) -> tuple[tuple[Any, Recorder], tuple[Any, Re
     train(attach(ours[0], CONFIG))
     train(as_stock(theirs[0]))
     assert type(theirs[0].accelerator) is Accelerator
-    assert type(ours[0].accelerator.scaler) is GradScaler
+    assert isinstance(ours[0].accelerator.scaler, GradScaler)
     return ours, theirs
 
 

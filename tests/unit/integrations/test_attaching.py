@@ -43,7 +43,7 @@ def test_attach_and_detach(build: Any, late: bool) -> None:
     if not late:
         model, optimizer = prepared(accelerator)
     assert type(accelerator) is ScaledAccelerator
-    assert type(accelerator.scaler) is GradScaler
+    assert isinstance(accelerator.scaler, GradScaler)
     assert type(optimizer) is ScaledOptimizer
     assert optimizer.scaler is accelerator.scaler
     assert inner_dtype(model) is torch.float16

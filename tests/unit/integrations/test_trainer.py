@@ -45,7 +45,7 @@ def test_attach_changes_the_two_classes_and_detach_leaves_nothing_behind(tmp_pat
     assert accelerator.native_amp is True
     assert trainer.accelerator is accelerator
     assert type(accelerator) is ScaledAccelerator
-    assert type(accelerator.scaler) is GradScaler
+    assert isinstance(accelerator.scaler, GradScaler)
     accelerator.scaler.scale(torch.ones(1))
     with pytest.raises(OrderError, match="a window is open"):
         detach(trainer)

@@ -108,30 +108,6 @@ def test_a_disabled_scaler_keeps_no_state() -> None:
     assert scaler._get_growth_tracker() == 0
 
 
-class Integration:
-    """Keeps one list in the scaler's state."""
-
-    def __init__(self, scaler: GradScaler) -> None:
-        self.names = scaler.extra["names"] = []  # type: list[str]
-        scaler.call_when_loaded(self.load)
-
-    def load(self, state_dict: dict[str, Any]) -> None:
-        self.names += state_dict.get("names", [])
-
-
-def test_an_integration_adds_an_entry_and_reads_it_when_loaded() -> None:
-    scaler, fresh = GradScaler("cpu"), GradScaler("cpu")
-    first, second = Integration(scaler), Integration(fresh)
-    assert "names" not in scaler.state_dict(), "empty"
-    first.names.append("a")
-    state = scaler.state_dict()
-    first.names.append("b")
-    fresh.load_state_dict(state)
-    assert second.names == fresh.state_dict()["names"] == ["a"]
-    for plain in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
-        plain.load_state_dict(state)
-
-
 def test_the_lazy_initialisation_that_accelerate_calls() -> None:
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler._lazy_init_scale_growth_tracker("cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 
@@ -62,9 +63,9 @@ def test_a_run_with_a_limit_is_warned_of_at_a_third_and_ends_after_it(
         streak.check(limit + 1, lambda: 1.0)
 
 
-def error_of(streak: SkipStreak) -> str:
+def error_of(streak: SkipStreak, cause: Callable[[], str] = str) -> str:
     with pytest.raises(OverflowStreakError) as caught:
-        streak.check(2, lambda: 0.125)
+        streak.check(2, lambda: 0.125, cause)
     return str(caught.value)
 
 
@@ -81,6 +82,7 @@ def test_the_error_has_names_scale_and_origin_and_the_next_run_starts_over() -> 
     text = error_of(streak)
     assert text.endswith("It began in layer4. Look at the data and the loss of these windows.")
     assert "layer3" not in text
-    streak.origin, streak.cause = "It began in layer4", lambda: "Step 1: layer4. Next: heal."
-    assert error_of(streak).endswith("before the run of skips. Step 1: layer4. Next: heal.")
+    streak.origin = "It began in layer4"
+    text = error_of(streak, lambda: "Step 1: layer4. Next: heal.")
+    assert text.endswith("before the run of skips. Step 1: layer4. Next: heal.")
     assert (streak.names, streak.origin) == ({}, "")

@@ -96,14 +96,6 @@ class AsyncStepper(ReplicaStepper):
         """A step is handed to the optimizer thread, which may read ``.grad`` until it is done."""
         return self.mode == "overlap" and self.is_on_host
 
-    @property
-    def defers_unscale(self) -> bool:
-        return self.reads_beside
-
-    @property
-    def unscales(self) -> bool:
-        return self.reads_beside
-
     def claim(self) -> None:
         """This thread trains from here on: failures are raised in it."""
         self._trainer = threading.current_thread()
@@ -139,7 +131,7 @@ class AsyncStepper(ReplicaStepper):
                 refuse_overlapping(self.optimizer, lambda _: True, self.parameter_names, others)
             if self.mode == "overlap" and (why := unseen_read(model)) is not None:
                 self._step_inside(why)
-            self.finish()
+            self.synchronize()
             with self.lock:
                 self.replica.order_by(Module.parameters(model))
         self._models[model] = own
@@ -201,15 +193,16 @@ class AsyncStepper(ReplicaStepper):
         self._forbid_sparse(grads)
         with self.lock:
             self.replica.prepare(grads)
+            params = self.replica.params
             # It keeps them for good.
             own = [g.clone() if g is not None and is_shared(g) else g for g in grads]
-            update = self._update_of(own, deferred or DeferredUnscale())
-            update.fn, update.stream = fn, present_stream(self.replica.params[0].device)
-            for p in self.replica.params:
+            stream = present_stream(params[0].device)
+            update = Update(own, deferred or DeferredUnscale(), self._begin_update, fn, stream)
+            for p in params:
                 p.grad = None
-            self._launch(update, (), self.replica.params)
+            self._launch(update, (), params)
         if self.mode == "sync":
-            self.finish()
+            self.synchronize()
 
     def skip(self) -> None:
         """A boundary without an update."""
@@ -217,7 +210,7 @@ class AsyncStepper(ReplicaStepper):
         self.was_skipped = True
 
     def _get_ready(self) -> None:
-        self.finish()
+        self.synchronize()
         super()._get_ready()
         self.wait_for_gradients()
 
@@ -233,14 +226,7 @@ class AsyncStepper(ReplicaStepper):
             # Not those without a gradient: another branch's backward may still need them.
             params = zip(self.replica.params, grads, strict=True)
             written = [p for p, grad in params if grad is not None]
-            self._launch(self._update_of(taken, deferred), held, written)
-
-    def _update_of(self, grads: list[Tensor | None], deferred: DeferredUnscale) -> Update:
-        return Update(grads, deferred, self._look_for_edits)
-
-    def _look_for_edits(self) -> None:
-        self._take_edits()
-        self.replica.has_loaded = False
+            self._launch(Update(taken, deferred, self._begin_update), held, written)
 
     def _launch(
         self, update: Update, held: Sequence[Tensor | None], written: Sequence[Tensor]
@@ -294,8 +280,8 @@ class AsyncStepper(ReplicaStepper):
                     self._lose(step)
             raise
 
-    def finish(self) -> None:
-        """Wait for the step in flight, if any.
+    def synchronize(self) -> None:
+        """Wait for the step in flight, if any: model and state are the newest then.
 
         Raises:
             StepError: it failed; says which parameters were updated. The thread that trains gets it
@@ -304,10 +290,6 @@ class AsyncStepper(ReplicaStepper):
         step = self._inflight
         if step is not None:
             self._finish(step)
-
-    def synchronize(self) -> None:
-        """:meth:`finish`; model and state are the newest then."""
-        self.finish()
 
     def _finish(self, step: InflightStep) -> None:
         ok = self._wait(step)
@@ -321,8 +303,7 @@ class AsyncStepper(ReplicaStepper):
                     # new threads.
                     torch.set_num_threads(torch.get_num_threads())
                 if ok:
-                    self._settle()
-                    self._release(step)
+                    self._leave(step)
                 elif self.is_trained_here:
                     self._lose(step)
         if not ok:
@@ -342,12 +323,10 @@ class AsyncStepper(ReplicaStepper):
             "of this step are gone; the next step works with new ones."
         )
 
-    def _settle(self) -> None:
-        """No step is in flight any more."""
+    def _leave(self, step: InflightStep) -> None:
+        """``step`` is in flight no more. Call it under the lock."""
         self._inflight = None
         self.replica.give_back_state()
-
-    def _release(self, step: InflightStep) -> None:
         hold, step.hold = step.hold, None
         if hold is not None:
             hold.release()
@@ -355,9 +334,8 @@ class AsyncStepper(ReplicaStepper):
                 self._step_inside("a compiled function reads its parameters")
 
     def _lose(self, step: InflightStep) -> None:
-        """Give up ``step``. Call it under the lock."""
-        self._settle()
-        self._release(step)
+        """Give up ``step``: its gradients are lost. Call it under the lock."""
+        self._leave(step)
         self._drop_lost_gradients()
 
     def _drop_lost_gradients(self) -> None:
@@ -391,12 +369,11 @@ class AsyncStepper(ReplicaStepper):
             return
         self.claim()
         try:
-            self.finish()
+            self.synchronize()
             self.wait_for_gradients()
         finally:
-            if self._inflight is not None:
-                self._release(self._inflight)
-                self._inflight = None
+            if (step := self._inflight) is not None:
+                self._leave(step)
             self._unguard(set(self._guards))
             super().close(is_replaced)
 

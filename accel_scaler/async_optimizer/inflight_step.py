@@ -34,8 +34,8 @@ class Update:
     grads: list[Tensor | None]
     """In the order of the parts, final but for what is ``deferred``."""
     deferred: DeferredUnscale
-    look_for_edits: Callable[[], None]
-    """Lets masters take what was written to parameters where no version counts."""
+    begin: Callable[[], None]
+    """Called first: lets masters take edits of the model."""
     fn: Callable[[], object] | None = None
     """The function given to ``submit()``, which steps instead; None: the optimizer does."""
     stream: torch.Stream | None = None
@@ -107,7 +107,7 @@ class InflightStep:
 
 @torch.no_grad()
 def _step_parts(owner: object, replica: Replica, update: Update, task: Task) -> None:
-    update.look_for_edits()
+    update.begin()
     for part in replica.parts:
         mine = slice(part.start, part.end)
         final = update.grads[mine]
@@ -121,7 +121,7 @@ def _step_parts(owner: object, replica: Replica, update: Update, task: Task) -> 
 @torch.no_grad()
 def _run_submitted(owner: object, replica: Replica, update: Update, task: Task) -> None:
     assert update.fn is not None
-    update.look_for_edits()
+    update.begin()
     with as_on_stream(update.stream):
         try:
             final = replica.bring(replica.ordered, update.grads, update.deferred)

@@ -222,7 +222,7 @@ class Boundary:
 
     def _is_left_to(self, stepper: Stepper) -> bool:
         """Whether its step unscales gradients; else that is done in place before."""
-        return (stepper.unscales or stepper.keeps_scaled) and not stepper.has_pre_hooks
+        return (stepper.reads_beside or stepper.keeps_scaled) and not stepper.has_pre_hooks
 
     def _close(
         self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper

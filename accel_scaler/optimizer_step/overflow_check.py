@@ -175,7 +175,7 @@ class OverflowCheck:
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads = gradients_of(params)
         norms: NormCheck | None = None
-        versions, is_deferred = self.scaler.window.versions, stepper.defers_unscale or keeps_scaled
+        versions, is_deferred = self.scaler.window.versions, stepper.reads_beside or keeps_scaled
         is_edited = versions.get(id(optimizer), now := first_version(optimizer)) != now
         if not self.checks:
             norms = NormCheck(None, ())

@@ -150,8 +150,12 @@ class ReplicaStepper(Stepper):
             if self.replica.has_masters:
                 self._take_edits()
 
+    def _begin_update(self) -> None:
+        """On the thread that steps: let masters take edits before they overwrite the model."""
+        self._take_edits()
+        self.replica.has_loaded = False
+
     def _take_edits(self) -> None:
-        """Let masters take what was written where no version counts. Any thread that steps."""
         edited = self.replica.take_edits() if self.replica.has_masters else []
         if edited and not self._logged_edits:
             self._logged_edits = True
@@ -204,8 +208,7 @@ class ReplicaStepper(Stepper):
         held = [None if grad is None else local(grad) for grad in grads]
         self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
         try:
-            self._take_edits()
-            replica.has_loaded = False
+            self._begin_update()
             for part in replica.parts:
                 replica.step_part(part, held[part.start : part.end], deferred)
                 done += 1

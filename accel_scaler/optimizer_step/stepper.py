@@ -54,17 +54,7 @@ class Stepper(ABC):
 
     @property
     def reads_beside(self) -> bool:
-        """An unfinished update may read ``.grad``, on another thread."""
-        return False
-
-    @property
-    def defers_unscale(self) -> bool:
-        """Gradients may be checked while they are scaled: unscaling goes along with the step."""
-        return False
-
-    @property
-    def unscales(self) -> bool:
-        """Its step does what is deferred, and writes the result to ``.grad``, too."""
+        """Its update runs on another thread: it unscales there, and reads ``.grad`` until then."""
         return False
 
     @property

@@ -18,7 +18,6 @@ from .collectives import (
 )
 from .grad_norms import GradNorm as GradNorm
 from .grad_scaler import (
-    GradientReader as GradientReader,
     GradScaler as GradScaler,
     call_fused as call_fused,
     nothing_found as nothing_found,

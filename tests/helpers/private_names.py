@@ -52,13 +52,6 @@ def prepared() -> Any:
     return Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.Linear(1, 1))
 
 
-def fsdp_state() -> Any:
-    """The state of a module under fully_shard."""
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-    return FSDPState()
-
-
 def flattened() -> Any:
     """A parameter of FSDP1."""
     from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
@@ -116,11 +109,10 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
             *("_per_optimizer_states", "_lazy_init_scale_growth_tracker"),
             *("_check_scale_growth_tracker", "_check_inf_per_device", "_unscale_grads_"),
         ),
-        "torch.Tensor": ("_version", "_indices", "_values", "_backward_hooks"),
+        "torch.Tensor": ("_version", "_values", "_backward_hooks"),
         "torch": (
             *("_amp_update_scale_", "_amp_foreach_non_finite_check_and_unscale_", "_foreach_norm"),
-            *("_foreach_mul_", "_foreach_div_", "_foreach_copy_", "_foreach_addcmul_"),
-            *("_foreach_clamp_max_", "_foreach_clamp_min_", "_fused_adam_", "_fused_adamw_"),
+            *("_foreach_mul_", "_foreach_copy_", "_fused_adam_", "_fused_adamw_"),
             *("_fused_sgd_", "_C", "_compile", "_guards", "_dynamo", "_functorch", "_subclasses"),
         ),
         "torch._C": (
@@ -149,14 +141,12 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         "torch.autograd.profiler": ("_is_profiler_enabled",),
         "torch.amp.grad_scaler": ("_refresh_per_optimizer_state",),
         "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-        "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
         scheduled: (
             *("_opt_called", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
             "_optimizer_load_state_dict_pre_hooks",
         ),
         scheduled_step: ("_wrapped_by_lr_sched",),
         fused_adam: ("_step_supports_amp_scaling",),
-        fsdp_state: ("_states_to_forward_prefetch",),
         flattened: ("_fsdp_flattened",),
         parallel: ("_comm_hooks", "_join_config"),
         module: ("_buffers",),

@@ -232,11 +232,14 @@ def test_one_use_waits_only_for_the_parts_it_needs_and_frees_those_that_are_done
     assert source.pending == [False] * 4
 
 
-def test_a_failed_wait_is_raised_at_the_use_and_gives_every_class_back() -> None:
+def test_a_failed_wait_is_raised_at_every_use_until_the_hold_is_released() -> None:
     source = Source(3)
-    source.errors.append(StepError("lost"))
-    with pytest.raises(StepError, match="lost"):
-        source.params[0] + 1
+    source.errors += [StepError("lost"), StepError("lost")]
+    for p in source.params[:2]:
+        with pytest.raises(StepError, match="lost"):
+            p + 1
+    assert source.pending == [True] * 3
+    source.hold.release()
     assert source.pending == [False] * 3
     assert torch.equal(source.params[0] + 0, torch.full((2, 3), BEFORE))
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from references import INIT_SCALE, OPTIMIZERS, loss_of, network, same
+from references import INIT_SCALE, OPTIMIZERS, loss_of, network
+from support import same
 from torch import nn
 
 from accel_scaler import (

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from references import OPTIMIZERS, loss_of, network, same
+from references import OPTIMIZERS, loss_of, network
+from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer

@@ -96,7 +96,7 @@ class Bench:
         if work is not None:
             work()
         stepper: Any = stepper_of(self.optimizer)
-        stepper.finish()  # as the next boundary does
+        stepper.synchronize()  # as the next boundary does
         times.append(time.perf_counter())
         self.accelerator.scaler._scale.fill_(SCALE)
         check, handing, both = (b - a for a, b in pairwise(times))

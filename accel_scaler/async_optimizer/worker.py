@@ -91,12 +91,7 @@ class Task:
     def abandon(self, error: BaseException) -> bool:
         """Submitting it failed with ``error``. True: it never ran and never will."""
         with self._changed:
-            return self._run is not None and self.end(error)
-
-    def end(self, error: BaseException) -> bool:
-        """End it after an interrupt has left :meth:`execute`. False: it had ended already."""
-        with self._changed:
-            if self.finished:
+            if self._run is None or self.finished:
                 return False
             self._run, self.error, self.finished = None, error, True
             self.timing.finished = self.is_known = True  # it is raised where it was submitted

@@ -12,7 +12,6 @@ import torch
 from support import mlp, weights
 from telemetry_runs import (
     INF,
-    MODES,
     Beside,
     attached,
     kinds_of,
@@ -39,9 +38,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MAX_WAIT_S", 0.0)
 
 
-TWO_MODES = pytest.mark.parametrize(
-    "mode", [{}, {"step_mode": "overlap", "offload": "cpu"}], ids=["inline", "beside"]
-)
+EACH_MODE = pytest.mark.parametrize("mode", ["sync", "overlap"])
 
 
 def prepared(accelerator: Any, plain: nn.Module, **more: Any) -> tuple[Any, Any]:
@@ -67,12 +64,14 @@ def messages(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 # A run of skips.
 
 
-@TWO_MODES
+@EACH_MODE
 def test_a_run_of_skips_ends_after_a_last_record(
-    tmp_path: Path, mode: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, plain = tmp_path / "run.jsonl", mlp()
-    with attached(path, max_consecutive_skips=6, find_overflow="off", **mode) as accelerator:
+    with attached(
+        path, max_consecutive_skips=6, find_overflow="off", step_mode=mode
+    ) as accelerator:
         model, optimizer = prepared(accelerator, plain)
         step(accelerator, model, optimizer, 0)
         optimizer.synchronize()
@@ -109,11 +108,11 @@ def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:
 # Which parameters, where it began.
 
 
-@TWO_MODES
-def test_what_overflowed_is_named(tmp_path: Path, mode: dict[str, Any]) -> None:
+@EACH_MODE
+def test_what_overflowed_is_named(tmp_path: Path, mode: str) -> None:
     path, plain, on = tmp_path / "run.jsonl", mlp(), {"inf": False}
     overflow_in_gradient(plain, on)
-    with attached(path, **mode) as accelerator:
+    with attached(path, step_mode=mode) as accelerator:
         model, optimizer = prepared(accelerator, plain)
         for number in range(4):
             on["inf"] = number == 2
@@ -148,13 +147,13 @@ class Hot(nn.Sequential):
         self[1].factor = factor  # type: ignore[assignment]
 
 
-@TWO_MODES
+@EACH_MODE
 def test_where_it_began_is_in_the_record_the_log_and_the_error(
-    tmp_path: Path, mode: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, plain = tmp_path / "run.jsonl", Hot()
     settings = {"find_overflow": "always", "max_consecutive_skips": 2}
-    with attached(path, **settings, **mode) as accelerator:
+    with attached(path, **settings, step_mode=mode) as accelerator:
         model, optimizer = prepared(accelerator, plain)
         step(accelerator, model, optimizer, 0)
         plain.turn(1e7)
@@ -210,8 +209,6 @@ def test_norms_without_scaling_are_those_of_the_gradients(
 
 # The loss: what a loop computes beside it, micro-batches, skips.
 
-ALL_MODES = pytest.mark.parametrize("mode", MODES.values(), ids=MODES.keys())
-
 
 def recorded(path: Path) -> list[Any]:
     return [line.get("loss") for line in windows_of(path)]
@@ -246,14 +243,14 @@ def test_it_is_the_mean_of_what_the_loop_computes(
         assert recorded(path) == means
 
 
-@ALL_MODES
+@EACH_MODE
 def test_one_that_comes_late_is_in_memory_with_the_next_window(
-    tmp_path: Path, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a device, where nobody waits for it before the update."""
     monkeypatch.setattr(Losses, "is_there", False)
     path, losses, kept = tmp_path / "run.jsonl", [], []
-    with attached(path, **mode) as accelerator:
+    with attached(path, step_mode=mode) as accelerator:
         plain = mlp()
         model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
         for number in range(6):

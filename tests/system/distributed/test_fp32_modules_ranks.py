@@ -89,11 +89,11 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def trained(model: Any, mode: str | None = None) -> list[Tensor]:
+def trained(model: Any, mode: Any = None) -> list[Tensor]:
     """``mode``: of the optimizer thread; None: torch steps."""
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1 / 256, momentum=0.9)
     if mode is not None:
-        optimizer = AsyncOptimizer(optimizer, model, mode=mode)
+        optimizer = AsyncOptimizer(optimizer, model, step_mode=mode)
     seen = []
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())

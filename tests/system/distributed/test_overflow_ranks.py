@@ -54,13 +54,10 @@ def prepared(accelerator: Any) -> tuple[Any, Any, Net]:
     return *accelerator.prepare(plain, torch.optim.SGD(trained, lr=0.01)), plain
 
 
-@pytest.mark.parametrize(
-    ("loud", "mode"),
-    [((0,), {"step_mode": "delayed"}), ((1,), {"step_mode": "overlap"}), ((0, 1), {})],
-)
-def test_ddp(loud: tuple[int, ...], mode: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loud", "mode"), [((0,), "sync"), ((1,), "overlap"), ((0, 1), "sync")])
+def test_ddp(loud: tuple[int, ...], mode: str, tmp_path: Path) -> None:
     def body() -> None:
-        accelerator = attached(heal=True, **mode)
+        accelerator = attached(heal=True, step_mode=mode)
         model, optimizer, plain = prepared(accelerator)
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         for number in range(4):
@@ -123,14 +120,13 @@ def test_ranks_that_step_alone_do_not_wait_for_each_other(tmp_path: Path) -> Non
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("mode", [{}, {"step_mode": "overlap"}])
-def test_fsdp2(accumulation: int, mode: dict[str, Any], tmp_path: Path) -> None:
+def test_fsdp2(accumulation: int, tmp_path: Path) -> None:
     """Its parameters are sharded on a CPU mesh: with ``heal``, and beside the run with the line in
     its settings."""
 
     def train(heals: bool) -> tuple[list[Tensor], Any, Any]:
         more: dict[str, Any] = {"heal": True} if heals else {"fp32_modules": ["sick"]}
-        accelerator = attached(sharded=True, **more, **mode)
+        accelerator = attached(sharded=True, **more)
         plain = Net()
         model: Any = prepared_shards(accelerator, plain, plain.before, plain.sick, plain.after)
         optimizer: Any = accelerator.prepare_optimizer(torch.optim.SGD(plain.parameters(), lr=0.1))

@@ -20,7 +20,7 @@ from versions import before_torch
 
 from accel_scaler import ScalerConfig, attach, detach
 
-MODES: list[dict[str, Any]] = [{}, {"step_mode": "overlap"}, {"step_mode": "delayed"}]
+EACH_MODE = pytest.mark.parametrize("mode", ["sync", "overlap"])
 
 
 class Net(nn.Module):
@@ -61,9 +61,8 @@ def train(
     """Two micro-batches a window, of which the last reduces. ``bad``: the first rank's batch with
     inf in it. ``drifts``: on the other rank a forward gives another output the second time."""
     reset()
-    given: dict[str, Any] = {"init_scale": scale, "optimizer_threads": 1} | settings
     accelerator: Any = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
-    attach(accelerator, ScalerConfig(**given))
+    attach(accelerator, ScalerConfig(init_scale=scale, **settings))
     plain = Net()
     if is_sharded:
         model: Any = prepared_shards(accelerator, plain, plain.before, plain.after)
@@ -110,12 +109,13 @@ def train(
 
 
 @pytest.mark.parametrize("by_script", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_ddp(mode: dict[str, Any], by_script: bool, tmp_path: Path) -> None:
+@EACH_MODE
+def test_ddp(mode: str, by_script: bool, tmp_path: Path) -> None:
     def body() -> None:
-        high, records = train(2.0**16, by_script=by_script, on_overflow="retry", **mode)
+        given: dict[str, Any] = {"by_script": by_script, "step_mode": mode}
+        high, records = train(2.0**16, on_overflow="retry", **given)
         assert records[-1].scale < 2.0**16
-        low, plain = train(records[-1].scale, by_script=by_script, **mode)
+        low, plain = train(records[-1].scale, **given)
         assert not any(r.skipped for r in (*records, *plain))
         assert_same(high, low)
         one, other = everywhere(high["parameters"])
@@ -126,10 +126,9 @@ def test_ddp(mode: dict[str, Any], by_script: bool, tmp_path: Path) -> None:
 
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 @pytest.mark.parametrize("by_script", [False, True])
-@pytest.mark.parametrize("mode", MODES[:2])
-def test_fsdp2(mode: dict[str, Any], by_script: bool, tmp_path: Path) -> None:
+def test_fsdp2(by_script: bool, tmp_path: Path) -> None:
     def body() -> None:
-        given = {"is_sharded": True, "by_script": by_script, "sharded": True, **mode}
+        given: Any = {"is_sharded": True, "by_script": by_script, "sharded": True}
         high, records = train(2.0**16, on_overflow="retry", **given)
         assert records[-1].scale < 2.0**16
         low, plain = train(records[-1].scale, **given)

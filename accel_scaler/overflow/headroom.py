@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .recording import largest_of
+from .gradients import largest_of
 
 LOOKS = 32
 """How often the largest gradient is measured between two growths of the scale."""

@@ -1,31 +1,43 @@
-"""What is kept of a window, so that it can be run again.
+"""What is kept of a window, so that it can be made again.
 
-``WindowRecording`` keeps references: what each forward was given, the random state, autocast, and
-the gradients that came to the outputs, so that it does not matter what the loss was made of.
-Nothing is read from the device; only buffers that forwards write to are copied.
+- A *forward* (:class:`ForwardCall`) is one training call of a prepared model, or of a Trainer's
+  ``compute_loss``, with all that it was given. A model that is called inside of it is a part of it.
+- An *output* is a tensor with a graph that a forward has returned.
+- A *root* is an output that code outside of forwards has used: the script has made a loss of it, or
+  it is the loss.
+- A *backward* is one ``accelerator.backward()``, with the outputs that it has brought gradients to.
+
+There is one way to make a window again: its forwards run again, and each backward starts at its
+roots, from the gradients that had come to them, times the ratio of the scales. So it does not
+matter what the loss was made of. Every other output gets its gradient on the way, from a forward
+that took it. :class:`Obstacle` lists why a window cannot be made again.
+
+References are kept, and copies of those buffers alone that forwards write to. Nothing is read from
+the device.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import local, parameters_of
+from .buffers import BufferCopies, KeptBuffer
+from .gradients import WindowGradients, version_of
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
+from .obstacle import Obstacle
 from .trace import is_batched
 
 MAX_BYTES = 1 << 28
@@ -33,153 +45,106 @@ MAX_BYTES = 1 << 28
 
 BYTES_OF_RANDOM_STATE = 1 << 14
 
-
-def random_state(device: torch.device) -> Callable[[], None]:
-    """A function that restores the random state of now: of Python, NumPy (where it is loaded), and
-    torch on the host and on one device. Does not synchronise."""
-    numpy: Any = sys.modules.get("numpy.random")
-    on_python, on_host = random.getstate(), torch.get_rng_state()
-    in_numpy = None if numpy is None else numpy.get_state()
-    has_own = device.type not in ("cpu", "meta") and not is_capturing()
-    module: Any = torch.get_device_module(device.type) if has_own else None
-    on_device = module.get_rng_state(device) if hasattr(module, "get_rng_state") else None
-
-    def restore() -> None:
-        random.setstate(on_python)
-        torch.set_rng_state(on_host)
-        if numpy is not None:
-            numpy.set_state(in_numpy)
-        if on_device is not None:
-            module.set_rng_state(on_device, device)
-
-    return restore
+T = TypeVar("T")
 
 
-Source: TypeAlias = "tuple[ForwardCall, int]"
-"""A forward, and the number of a tensor of its output."""
-
-
-class _Kept(NamedTuple):
-    """A tensor that a forward was given, detached; or the gradient of a tensor of its output."""
+class Kept(NamedTuple):
+    """A tensor that a forward was given, detached; or the gradient of an output."""
 
     tensor: Tensor
     version: int
     requires_grad: bool = False
-    source: Source | None = None
-    """The recorded forward that had returned it, if one had."""
+    source: Output | None = None
+    """The output that the input is, where it is one."""
 
 
 @dataclass(eq=False, slots=True)
 class ForwardCall:
-    """One training forward of a watched model, or one ``compute_loss`` of a Trainer."""
+    """A forward, as the head of this file defines it."""
 
     run: weakref.ref[Any]
     """What was called; a model without wrappers other than DDP's."""
     syncs: weakref.WeakSet[DistributedDataParallel]
     """The wrappers that reduce gradients in its backward."""
     device: torch.device
-    backward: int
-    """The number of the backward that reaches it."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: list[_Kept]
+    inputs: list[Kept]
+    roots: list[Any]
+    """Where the graphs of its inputs begin: nodes, and the numbers of their outputs."""
     restore_random_state: Callable[[], None]
     autocast: list[torch.autocast]
     number: int
     """The number of this forward in the run."""
-    buffers: list[_Buffer]
-    grads: dict[int, _Kept] = field(default_factory=dict)
-    """The gradients of its output, by the number of the tensor in it."""
-    last: dict[int, Tensor] = field(default_factory=dict)
-    """The last element of these output tensors."""
-    roots: list[Any] = field(default_factory=list)
-    """The graph that inputs came with: nodes, and the numbers of their outputs."""
+    buffers: list[KeptBuffer]
+    backward: Backward | None = None
+    """The backward that has reached it."""
 
 
-T = TypeVar("T")
+@dataclass(eq=False, slots=True)
+class Output:
+    """An output, as the head of this file defines it."""
 
-MOVED = (
-    "its parameters were changed, or with step_mode='delayed' read, between a forward and the step"
-)
+    call: ForwardCall
+    number: int
+    """The place of the tensor in all that the forward returned."""
+    last: Tensor | None
+    """The last element of the tensor, shape (), to compare."""
+    grad: Kept | None = None
+    is_root: bool = False
 
 
-class _Buffer(NamedTuple):
-    """A buffer, as it was before a forward."""
+@dataclass(eq=False, slots=True)
+class Backward:
+    """A backward, as the head of this file defines it."""
 
-    place: dict[str, Any]
-    """The ``_buffers`` of its module."""
-    name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
-    """None: no forward is known to write to it."""
+    loss: Tensor
+    frozen: set[int]
+    """The ``id`` of each parameter that did not require gradients."""
+    outputs: list[Output] = field(default_factory=list)
+    has_ended: bool = False
+    has_given: bool = False
+    """It left gradients on parameters: FSDP2 may hold them back."""
 
     @property
-    def is_written(self) -> bool:
-        """Whether it was written to since. A batch norm's writes raise no version counter."""
-        if self.name in ("running_mean", "running_var"):
-            return True
-        return self.place.get(self.name) is not self.tensor or _version(self.tensor) != self.version
-
-    def restore(self) -> None:
-        """Make it what it was; version counters stay."""
-        if self.copy is not None:
-            self.place[self.name] = self.tensor
-            self.tensor.data.copy_(self.copy)
+    def calls(self) -> list[ForwardCall]:
+        """The forwards that it has reached, in the order in which they ran."""
+        return sorted({output.call for output in self.outputs}, key=lambda call: call.number)
 
 
 class WindowRecording(ForwardListener):
-    """Keeps what the forwards of the present window were given; with ``makes_again`` also what is
-    needed to make its gradients again: buffers before, and gradients after each backward.
+    """Keeps what the present window needs to be made again.
 
     Leaves out forwards without gradients, those inside another watched model's forward or inside a
     transform of ``torch.func``, and those of which a graph is captured.
+
+    Args:
+        parameters: gives all parameters that optimizers step; without it no gradient is made again,
+            and the window runs again only to be looked at.
     """
 
-    def __init__(self, makes_again: bool = False) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]] | None = None) -> None:
         super().__init__()
-        self.calls: list[ForwardCall] = []
-        """Forwards of this window, and before them earlier ones whose backward came in it."""
-        self.backwards = 0
-        self.losses: list[Tensor] = []
+        self.backwards: list[Backward] = []
+        self.gradients = None if parameters is None else WindowGradients(parameters)
         self.left_out = ""
         """Why a forward was not recorded."""
-        self.makes_again = makes_again
-        self.frozen: list[set[int]] = []
-        """For each backward, the ``id`` of parameters that did not require gradients."""
-        self.synced: list[bool] = []
-        """For each backward, whether it left gradients on parameters: FSDP2 may hold them back."""
         self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         """Models without wrappers, in the order in which they were prepared."""
         self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self.changed = ""
-        """Why gradients that are made again would differ; "" while nothing says so."""
-        self._grads: dict[int, tuple[Tensor | None, int]] = {}
-        """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
-        them."""
-        self.is_proven = False
-        """A window was made again, and its forwards wrote to no parameter."""
-        self._versions: list[int] = []
-        """The version counter of every parameter, before the first backward."""
-        self.held: dict[int, Tensor] = {}
-        """By the ``id`` of a parameter: the largest magnitude in its gradient before the window."""
-        self.largest: dict[int, Tensor] = {}
-        """The same of the gradient that the window has given it."""
-        self._outputs: Any = WeakTensorKeyDictionary()
-        """What forwards have returned, and its ``Source``."""
-        self._outside: set[Source] = set()
-        """Outputs that code outside of recorded forwards has made a loss or an input of."""
         self._key = object()
-        """The key of our entry in the metadata of the nodes of outputs."""
-        self._buffers: dict[tuple[int, str], _Buffer] = {}
-        """Each buffer as it was before the last forward of its model."""
-        self._written: set[tuple[int, str]] = set()
-        """Buffers that some forward has written to."""
+        """The key of our entry in the metadata of a graph's nodes."""
+        self._copies = BufferCopies()
         self._forwards = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many forwards there were before the last update of each optimizer."""
         self._is_over = True
         self._bytes = 0
+
+    @property
+    def calls(self) -> list[ForwardCall]:
+        """The forwards that backwards of this window have reached."""
+        return [call for backward in self.backwards for call in backward.calls]
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Record this model's training forwards. Does nothing the second time.
@@ -196,10 +161,10 @@ class WindowRecording(ForwardListener):
         is_scripted = isinstance(plain, torch.jit.ScriptModule)
         if hooked not in self._modules and not is_outside and not is_scripted:
             run: Any = prepared._orig_mod if is_compiled else prepared
-            if isinstance(run, DistributedDataParallel):
+            is_wrapped = isinstance(run, DistributedDataParallel)
+            if is_wrapped:
                 self.parallel.add(run)
             self.models.setdefault(plain)
-            is_wrapped = isinstance(run, DistributedDataParallel)
             self._listen(hooked, weakref.ref(run if is_wrapped else plain), prepend=True)
 
     def call(self, method: Callable[..., T], model: Module, *args: Any, **kwargs: Any) -> T:
@@ -212,115 +177,52 @@ class WindowRecording(ForwardListener):
         finally:
             self.leave(run, model, (), output)
 
+    # The events of a window.
+
     def before_backward(self, loss: Tensor) -> None:
-        if self._is_over:
+        if self._is_over or self._are_dropped():
             self.new_window()
         self._stack().clear()  # a forward that was interrupted never left
-        self.backwards += 1
+        frozen = set[int]()
+        if self.gradients is not None:
+            self.gradients.before_backward(is_first=not self.backwards)
+            frozen = {id(p) for p in self.gradients.parameters() if not p.requires_grad}
         self._count(_bytes(loss))
+        if self.left_out:
+            del self.backwards[:-1]
+        self.backwards.append(Backward(loss.detach(), frozen))
         if not self.left_out:
-            self.losses.append(loss.detach())
-            if self.makes_again and not self.changed:
-                self._look_outside(loss)
+            self._find_roots(loss)
 
-    def _look_outside(self, loss: Tensor) -> None:
-        """Walk the graph of ``loss`` but for recorded forwards: what a parameter gets from there
-        would be lost where gradients are made again."""
-        seen, left = set[Any](), [(loss.grad_fn, 0)]
+    def _are_dropped(self) -> bool:
+        """Whether the script has dropped what the backwards before this one have given."""
+        if self.gradients is None or not self.backwards or not self.backwards[-1].has_given:
+            return False
+        return all(p.grad is None for p in self.gradients.parameters())
+
+    def _find_roots(self, loss: Tensor) -> None:
+        """Walk the graph of ``loss`` but for recorded forwards."""
+        seen, left = set[Any](), [(loss.grad_fn, loss.output_nr)]
         while left:
             node, place = left.pop()
-            source = None if node is None else _sources(node, self._key).get(place)
-            if source is not None:
-                self._outside.add(source)
             if node is None or (node, place) in seen:
                 continue
             seen.add((node, place))
-            if source is not None:
-                left += source[0].roots
-            elif issubclass(type(getattr(node, "variable", None)), Parameter):
-                self.changed = "parameters were used outside of a forward, or in a gradient penalty"
-                return
-            else:
+            output = self._output_at(node, place)
+            if output is not None:
+                output.is_root = True
+                left += output.call.roots
+            elif not issubclass(type(getattr(node, "variable", None)), Parameter):
                 left += node.next_functions
+            elif self.gradients is not None:
+                self.gradients.obstacle = Obstacle.OUTSIDE
 
-    def look_at(self, parameters: Sequence[Tensor]) -> None:
-        """Call before each backward. What changes gradients between two of them, or before the
-        check, would be lost where they are made again. Does not synchronise."""
-        versions = list(map(_version, parameters))
-        self.frozen.append({id(p) for p in parameters if not p.requires_grad})
-        if self.backwards <= 1:
-            self.held, self._versions = largest_of(parameters), versions
-        elif versions != self._versions:
-            self.changed = MOVED
-        elif all(p.grad is None for p in parameters) and self.synced[-1:] == [True]:
-            # They were dropped, with all that came before.
-            self.calls = [call for call in self.calls if call.backward >= self.backwards - 1]
-            self.held = {}
-        else:
-            self.look_before_check(parameters)
-        self.note(parameters)
-
-    def look_after(self, parameters: Sequence[Tensor]) -> None:
-        """Call after each backward."""
-        self.synced.append(self._are_changed(parameters))
-        self.note(parameters)
-
-    def look_before_check(self, parameters: Sequence[Tensor]) -> None:
-        """Call before gradients are unscaled or clipped."""
-        if self._are_changed(parameters):
-            self.changed = "its gradients were changed after the backward"
-
-    def note(self, parameters: Sequence[Tensor]) -> None:
-        """These gradients are those of the window."""
-        grads = [(id(p), p.grad) for p in parameters]
-        self._grads |= {key: (g, _version(g)) for key, g in grads}
-
-    def difference(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
-        """How gradients that were made again differ from those of the window, which may have been
-        unscaled already; "": they do not. Synchronises."""
-        now = {key: float(each) for key, each in largest_of(parameters).items()}
-        largest = max(filter(math.isfinite, now.values()), default=0.0)
-        for p in parameters:
-            then, again = float(self.largest[id(p)]), now.get(id(p), 0.0)
-            if then != 0.0 and not self._are_changed([p]):
-                return "a parameter got a gradient that no recorded forward gives"
-            away = min(abs(again - then * factor), abs(again - then * scale))
-            if math.isfinite(away) and away > 0.01 * largest * bool(then):
-                if away < 0.1 * largest:  # rounding, which doubles each time that the scale halves
-                    return "float16 has lost bits at this scale: more than 1% of a finite gradient"
-                return "a finite gradient came out different: it was changed, or made by a hook"
-        return ""
-
-    def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
-        known = self._grads
-        return any(
-            p.grad is not grad or _version(grad) != version
-            for p in parameters
-            if id(p) in known
-            for grad, version in (known[id(p)],)
-        )
-
-    def new_window(self) -> None:
-        self._drop()
-        self.backwards = self._bytes = 0
-        self.left_out = self.changed = ""
-        self._is_over = False
-
-    def _keep_buffers(self, models: Iterable[Module]) -> list[_Buffer]:
-        """Copy those that forwards write to; the first time all."""
-        found = []
-        for place in (module._buffers for model in models for module in model.modules()):
-            for name, b in place.items():
-                key, last = (id(place), name), self._buffers.get((id(place), name))
-                if b is None:
-                    continue
-                if last is not None and last.is_written:
-                    self._written.add(key)
-                copy = b.detach().clone() if last is None or key in self._written else None
-                self._buffers[key] = _Buffer(place, name, b, _version(b), copy)
-                found.append(self._buffers[key])
-        self._count(sum(_bytes(b.copy) for b in found if b.copy is not None))
-        return found
+    def after_backward(self) -> None:
+        """Call after each backward, unless it has raised an exception."""
+        if self.backwards:
+            self.backwards[-1].has_ended = True
+            if self.gradients is not None:
+                self.backwards[-1].has_given = self.gradients.after_backward()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Call after this optimizer has updated its parameters."""
@@ -328,73 +230,69 @@ class WindowRecording(ForwardListener):
 
     def end_window(self) -> None:
         super().end_window()
-        self._grads = {}  # let the gradients go
+        if self.gradients is not None:
+            self.gradients.let_go()
 
-    @property
-    def used(self) -> list[ForwardCall]:
-        """The forwards that a backward has reached."""
-        return [call for call in self.calls if call.grads]
+    def new_window(self) -> None:
+        self._forget()
+        self.backwards = []
+        self._bytes, self.left_out, self._is_over = 0, "", False
+        if self.gradients is not None:
+            self.gradients.new_window()
+
+    # What the window lacks.
 
     def obstacle(self) -> str:
-        """Why the window cannot be run again; "" if it can. Does not synchronise."""
+        """Why the window cannot run again; "": it can. Does not synchronise."""
         if self.left_out:
-            return f"a forward was not recorded: {self.left_out}"
-        if not self.used:
-            return "no forward of a prepared model, with accelerator.backward(), was seen in it"
-        for call in self.used:
-            if call.run() is None:
-                return "a model that ran in it is gone"
-            kept = (*call.inputs, *call.grads.values())
-            if any(each.version != _version(each.tensor) for each in kept):
-                return "an input, or the gradient of an output, was changed in place since"
+            return self.left_out
+        if not self.calls:
+            return Obstacle.NOT_SEEN
+        if any(call.run() is None for call in self.calls):
+            return Obstacle.MODEL_GONE
+        kept = [each for call in self.calls for each in call.inputs]
+        kept += [o.grad for b in self.backwards for o in b.outputs if o.grad is not None]
+        if any(each.version != version_of(each.tensor) for each in kept):
+            return Obstacle.CHANGED_INPUT
         return ""
 
-    def obstacle_for(self, parameters: Sequence[Tensor], every: Sequence[Tensor]) -> str:
-        """Why the gradients of ``parameters`` cannot be made again, in a window that can be run
-        again; ``every``: all parameters that are stepped. Synchronises."""
-        if self.changed:
-            return self.changed
-        if self._versions != list(map(_version, every)):
-            return MOVED
-        if not self.backwards or len(self.synced) != self.backwards:
-            return "a backward in it was not accelerator.backward()"
-        for call in self.used:
+    def obstacle_to_gradients(self, parameters: Sequence[Tensor], changes_model: bool) -> str:
+        """Why the gradients of ``parameters`` cannot be made again. Synchronises.
+
+        Args:
+            changes_model: modules run in float32 that did not, so the outputs are others, and what
+                had come to one is of use only if it is the loss.
+        """
+        gradients = self.gradients
+        assert gradients is not None
+        if found := self.obstacle() or gradients.obstacle:
+            return found
+        if gradients.is_moved():
+            return Obstacle.MOVED
+        if not all(backward.has_ended for backward in self.backwards):
+            return Obstacle.UNFINISHED
+        for call in self.calls:
             if any(each.is_written and each.copy is None for each in call.buffers):
-                return "a buffer was written to for the first time"
+                return Obstacle.FIRST_WRITE
             steps = [o for o, number in self._stepped.items() if number >= call.number]
             run = call.run() if steps else None
             own = [run] if isinstance(run, Module) else self.models
             later = {id(p) for o in steps for p in parameters_of(o)}
             if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
-                return "its parameters were updated since a forward of an earlier window"
-        if self.dirty.intersection(map(id, parameters)):
-            return "its gradients were added to those of an earlier window"
+                return Obstacle.UPDATED
+        if gradients.dirty.intersection(map(id, parameters)):
+            return Obstacle.ADDED
+        for grad in self._grads_of_roots():
+            if not bool(local(grad).isfinite().all()):
+                return Obstacle.INFINITE
+            if changes_model and grad.numel() != 1:
+                return Obstacle.OTHER_LOSS
         return ""
 
-    @property
-    def dirty(self) -> set[int]:
-        """The ``id`` of parameters that had a gradient, other than zero, before the window."""
-        return {key for key, norm in self.held.items() if float(norm) != 0.0}
-
-    def passing(self, changes_model: bool = False) -> set[Source] | None:
-        """Outputs whose gradients the backward makes again, for they all came through recorded
-        forwards: another one, or its own (an encoder's output, which the decoder inside used, too).
-        None: some gradient that came to another output cannot be used. Synchronises.
-
-        Args:
-            changes_model: only what came to a loss is of use, as outputs will be others.
-        """
-        found: set[Source] = set()
-        for call in self.used:
-            for number, grad in call.grads.items():
-                is_finite = bool(local(grad.tensor).isfinite().all())
-                if is_finite and not changes_model:
-                    continue
-                if (call, number) not in self._outside:
-                    found.add((call, number))
-                elif grad.tensor.numel() != 1 or not is_finite:
-                    return None
-        return found
+    def _grads_of_roots(self) -> Iterator[Tensor]:
+        for output in (each for backward in self.backwards for each in backward.outputs):
+            if output.is_root and output.grad is not None:
+                yield output.grad.tensor
 
     @torch.no_grad()
     def restore_statistics(self) -> None:
@@ -428,58 +326,65 @@ class WindowRecording(ForwardListener):
         call: ForwardCall | None = stack.pop() if stack else None
         if call is None or output is None:
             return
+        # Compiled, it computes other numbers.
+        compares = not isinstance(module, torch._dynamo.OptimizedModule)
+        compares = compares and self.gradients is not None
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
-                # The graph keeps the call, so that a backward in a later window finds it.
-                # As a node's, it comes after those of the script on the tensor.
-                node, place = tensor.grad_fn, tensor.output_nr
-                node.register_prehook(Hook(self, "add_gradient", call, number, place))
-                if self.makes_again:
-                    _sources(node, self._key)[place] = call, number
-                    if not isinstance(module, torch._dynamo.OptimizedModule):
-                        call.last |= last_of(tensor, number)
-                if self.makes_again and len(self.models) > 1:
-                    self._outputs[tensor] = call, number
-        self._add(call, len(self.calls))
+                made = Output(call, number, last_of(tensor) if compares else None)
+                # The graph keeps it, so that a backward in a later window finds it. As a node's,
+                # the hook comes after those of the script on the tensor.
+                node: Any = tensor.grad_fn
+                place = tensor.output_nr
+                node.register_prehook(Hook(self, "add_gradient", made, place))
+                node.metadata.setdefault(self._key, {})[place] = made
 
-    def add_gradient(self, call: ForwardCall, number: int, place: int, grads: Any) -> None:
-        grad = grads[place]
+    def _output_at(self, node: Any, place: int) -> Output | None:
+        """The output that a node of the graph has made at this place."""
+        found: Output | None = node.metadata.get(self._key, {}).get(place)
+        return found
+
+    def add_gradient(self, output: Output, place: int, grads: Any) -> None:
+        grad, call = grads[place], output.call
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
-        if self.makes_again and self.backwards == len(self.synced):
-            return  # torch.autograd.grad: parameters get nothing
-        if call not in self.calls:  # of an earlier window, as a generator's
-            self._add(call, 0)
-        self._count(_bytes(grad))
-        backward = max(self.backwards - 1, 0)
         if torch.is_grad_enabled():
-            self.left_out = "its gradient is differentiated itself (create_graph=True)"
-        if number in call.grads or (call.grads and call.backward != backward):
-            self.left_out = "two backwards went through it (retain_graph=True)"
-        if not self.left_out:
-            call.backward = backward
-            call.grads[number] = _Kept(grad, _version(grad))
+            self.left_out = Obstacle.DIFFERENTIATED
+        if self.left_out or not self.backwards or self.backwards[-1].has_ended:
+            return  # the last: torch.autograd.grad, which gives nothing to parameters
+        backward = self.backwards[-1]
+        if output.grad is not None or call.backward not in (None, backward):
+            self.left_out = Obstacle.TWICE
+            return
+        size = _bytes(grad)
+        if call.backward is None:
+            copies = [each.copy for each in call.buffers if each.copy is not None]
+            size += sum(map(_bytes, [*(each.tensor for each in call.inputs), *copies]))
+            size += BYTES_OF_RANDOM_STATE
+        output.grad, call.backward = Kept(grad, version_of(grad)), backward
+        backward.outputs.append(output)
+        self._count(size)
 
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall | None:
-        inputs, roots = list[_Kept](), list[Any]()
+        inputs, roots = list[Kept](), list[Any]()
 
         def detach(tensor: Tensor) -> Tensor:
             plain = tensor.detach() if tensor.requires_grad else tensor
-            source = self._outputs.get(tensor) if self._outputs else None
-            inputs.append(_Kept(plain, _version(tensor), tensor.requires_grad, source))
-            if source is not None:
-                roots.extend(source[0].roots)
-            elif self.makes_again and tensor.requires_grad:
+            source = None
+            if tensor.requires_grad:
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
-                roots.append((edge.node, edge.output_nr))
+                source = self._output_at(edge.node, edge.output_nr)
+                # Where it is an output itself, no code outside of forwards has come between.
+                roots.extend([(edge.node, edge.output_nr)] if source is None else source.call.roots)
+            inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
             return plain
 
         try:
             args, kwargs = map_tensors((args, kwargs), detach)
         except Exception as error:  # raised by the user's containers; the forward goes on
-            self.left_out = f"its inputs cannot be copied ({type(error).__name__}: {error})"
+            self.left_out = f"{Obstacle.NO_COPY} ({type(error).__name__}: {error})"
             return None
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
@@ -492,66 +397,58 @@ class WindowRecording(ForwardListener):
             run,
             weakref.WeakSet(m for m in self.parallel if m.require_backward_grad_sync),
             device,
-            self.backwards,
             args,
             kwargs,
             inputs,
+            roots,
             random_state(device),
             autocast,
             self._forwards,
-            self._keep_buffers([unwrap(module)]) if self.makes_again else [],
-            roots=roots,
+            [] if self.gradients is None else self._copies.keep(unwrap(module)),
         )
-
-    def _add(self, call: ForwardCall, place: int) -> None:
-        self._count(sum(_bytes(each.tensor) for each in call.inputs) + BYTES_OF_RANDOM_STATE)
-        if not self.left_out:
-            self.calls.insert(place, call)
 
     def _count(self, size: int) -> None:
         """Drops all that is kept where it becomes too much."""
         self._bytes += size
         if self._bytes > MAX_BYTES and not self.left_out:
-            self._drop()
-            self.left_out = f"its inputs and gradients take more than {MAX_BYTES >> 20} MiB"
+            self._forget()
+            self.left_out = Obstacle.TOO_LARGE.format(MAX_BYTES >> 20)
 
-    def _drop(self) -> None:
-        for call in self.calls:
-            call.grads.clear()  # a graph may keep the call
-        self.calls, self.losses, self.synced, self.frozen = [], [], [], []
-        self._outside, self._grads, self.held, self.largest = set(), {}, {}, {}
-
-
-def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
-    0 of an empty one. Does not synchronise."""
-    found = {}
-    for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
-        values = grad._values() if grad.is_sparse else grad
-        ends = torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(1)
-        found[id(p)] = ends.abs().amax()
-    return found
+    def _forget(self) -> None:
+        """Forget what backwards have reached."""
+        for backward in self.backwards:
+            for output in backward.outputs:  # a graph may keep it
+                output.grad, output.call.backward, output.is_root = None, None, False
+            backward.outputs.clear()
 
 
-def _sources(node: Any, key: object) -> dict[int, Source]:
-    """The outputs of forwards among those of a node."""
-    found: dict[int, Source] = node.metadata.setdefault(key, {})
-    return found
+def random_state(device: torch.device) -> Callable[[], None]:
+    """A function that restores the random state of now: of Python, NumPy (where it is loaded), and
+    torch on the host and on one device. Does not synchronise."""
+    numpy: Any = sys.modules.get("numpy.random")
+    on_python, on_host = random.getstate(), torch.get_rng_state()
+    in_numpy = None if numpy is None else numpy.get_state()
+    has_own = device.type not in ("cpu", "meta") and not is_capturing()
+    module: Any = torch.get_device_module(device.type) if has_own else None
+    on_device = module.get_rng_state(device) if hasattr(module, "get_rng_state") else None
+
+    def restore() -> None:
+        random.setstate(on_python)
+        torch.set_rng_state(on_host)
+        if numpy is not None:
+            numpy.set_state(in_numpy)
+        if on_device is not None:
+            module.set_rng_state(on_device, device)
+
+    return restore
 
 
-def last_of(tensor: Tensor, number: int) -> dict[int, Tensor]:
-    """Its last element by ``number``, shape (); nothing where it has none of its own."""
+def last_of(tensor: Tensor) -> Tensor | None:
+    """Its last element, shape (); None where it has none of its own."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
-        return {}
-    return {number: tensor.detach()[(-1,) * tensor.dim()].clone()}
+        return None
+    return tensor.detach()[(-1,) * tensor.dim()].clone()
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _version(tensor: Tensor | None) -> int:
-    if tensor is None or tensor.is_inference():
-        return 0
-    # FSDP2 adds to a DTensor's shard, autograd under tensor parallelism to the DTensor.
-    return tensor._version + (0 if type(tensor) is Tensor else local(tensor)._version)

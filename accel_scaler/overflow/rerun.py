@@ -7,22 +7,23 @@ and random state, no more. ``make_again`` runs it for its gradients, at another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..models import as_replay, is_fsdp2
-from ..scaling import Origin, gradients_of, local
+from ..scaling import Origin, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
-from .recording import ForwardCall, Source, WindowRecording, largest_of, last_of, random_state
+from .obstacle import Obstacle
+from .recording import Backward, ForwardCall, Output, WindowRecording, last_of, random_state
 
 
 def run_again(
@@ -32,12 +33,12 @@ def run_again(
 ) -> Origin | None:
     """Run the window again. Returns where it overflows; None where all is finite.
 
-    Synchronises with each device once. Ranks do not communicate, but for those that share DTensors:
+    Synchronises with each device once. Ranks do not communicate, but for ranks that share DTensors:
     DDP's wrapper is left out, whose forward may wait for other ranks.
 
     Args:
         recording: one without an ``obstacle()``.
-        factor: what the gradients of the outputs are multiplied by, for another scale. inf and NaN
+        factor: what the gradients of the roots are multiplied by, for another scale. inf and NaN
             among them become 0, since the change of the model that is being tried may cure them.
             None: they are taken as they are.
 
@@ -45,86 +46,78 @@ def run_again(
         Whatever the model raises; all is put back then, too.
     """
     models = list(recording.models)
-    with _restored(models, recording.used[0].device), closing(OverflowFinder()) as finder:
+    device = recording.calls[0].device
+    with _restored(models, device) as writes, writes, closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
-        for number, forwards in enumerate(_micro_batches(recording)):
-            seeded = forwards()
-            if factor is None:
-                losses = recording.losses[number : number + 1]
-            else:  # the window's own loss may be inf
-                losses = [output for output, _ in seeded if output.numel() == 1]
-                seeded = [(r, torch.where(g.isfinite(), g * factor, 0.0)) for r, g in seeded]
+        for backward in recording.backwards:
+            made = _forwards(backward, lambda _: nullcontext(), without_ddp=True)
+            losses, seeds = [backward.loss], _seeds(backward)
+            if factor is not None:  # the window's own loss may be inf
+                losses = [made[output] for output in seeds if made[output].numel() == 1]
+                seeds = {o: torch.where(g.isfinite(), g * factor, 0.0) for o, g in seeds.items()}
             finder.before_backward(losses)
             with around_backward():
-                _backward(seeded)
+                _run_backward(made, seeds)
         return finder.find()
 
 
 def make_again(
     recording: WindowRecording,
     parameters: Sequence[Tensor],
-    passing: set[Source],
     around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     scale: float = 1.0,
     factor: float = 1.0,
     changes_model: bool = False,
 ) -> str:
     """Make the gradients of ``parameters`` again, through the wrapped models and with the
-    collectives of ordinary backwards. Returns why these are not those of the window; "": they are.
+    collectives of ordinary backwards. Returns why these are not the window's; "": they are.
 
     Synchronises.
 
     Args:
-        recording: one without an obstacle.
-        passing: outputs to whose gradients nothing is added; see :meth:`WindowRecording.passing`.
+        recording: one without an obstacle to that.
         scale: that of the new gradients.
-        factor: what the gradients of the other outputs are multiplied by for that.
+        factor: what the gradients of the roots are multiplied by for that.
         changes_model: the outputs may be others than those of the window.
 
     Raises:
         Whatever the model raises. The gradients are anything then, as where it returns a reason;
         :func:`as_overflowed` puts others in their place.
     """
-    models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
+    gradients, calls, pairs = recording.gradients, recording.calls, list[tuple[Tensor, Tensor]]()
+    assert gradients is not None
+    models = list(recording.models)
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    flags = [p.requires_grad for p in parameters]
-    with (
-        _restored(models, recording.used[0].device, {id(p) for p in parameters}) as writes,
-        _buffers_as_before(recording.used, changes_model),
-    ):
-        try:
-            none = dict.fromkeys(map(id, parameters), torch.zeros(()))
-            recording.largest = none | largest_of(parameters) | recording.largest
-            for grad in gradients_of(parameters):
-                grad.zero_()  # the same tensor: it may be a view of a bucket, or have some
-            recording.note(parameters)
-            for number, forwards in enumerate(
-                _micro_batches(
-                    recording,
-                    passing,
-                    pairs,
-                    changes_model,
-                    None if recording.is_proven else writes,
-                )
-            ):
-                for p in parameters:
-                    p.requires_grad_(id(p) not in recording.frozen[number])
-                seeded = [(root, seed * factor) for root, seed in forwards()]
-                for model in sharded:
-                    model.set_requires_gradient_sync(recording.synced[number], recurse=False)
-                with around_backward():
-                    _backward(seeded)
-        finally:
-            for p, flag in zip(parameters, flags, strict=True):
-                p.requires_grad_(flag)
-        why = "" if changes_model else recording.difference(parameters, scale, factor)
-        recording.note(parameters)
-    recording.is_proven = not writes.has_written
+    remade = {id(p) for p in parameters}
+    with _restored(models, calls[0].device, remade, keeps_buffers=changes_model) as writes:
+
+        @contextmanager
+        def as_before(call: ForwardCall) -> Iterator[None]:
+            for each in () if changes_model else call.buffers:
+                each.restore()
+            with writes, _reducing(recording.parallel, call.syncs):
+                yield
+
+        for each in (each for call in reversed(calls) for each in call.buffers):
+            each.restore()
+        gradients.clear(parameters)
+        for backward in recording.backwards:
+            for p in parameters:
+                p.requires_grad_(id(p) not in backward.frozen)
+            made = _forwards(backward, as_before)
+            for model in sharded:
+                model.set_requires_gradient_sync(backward.has_given, recurse=False)
+            with around_backward():
+                _run_backward(made, {o: g * factor for o, g in _seeds(backward).items()})
+            lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
+            pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
+        why = gradients.accept(parameters, scale, factor)
     if writes.has_written:
-        return "its forward writes to its parameters"
-    are_same = changes_model or all(torch.allclose(*pair, rtol=1e-3) for pair in pairs)
-    return why if are_same else "its forward gave another output: it has state of its own"
+        return Obstacle.WRITES
+    if changes_model:
+        return ""
+    return why if all(torch.allclose(*pair, rtol=1e-3) for pair in pairs) else Obstacle.OTHER_OUTPUT
 
 
 def as_overflowed(parameters: Sequence[Tensor], kept: Collection[int]) -> Callable[[], None]:
@@ -147,46 +140,27 @@ def as_overflowed(parameters: Sequence[Tensor], kept: Collection[int]) -> Callab
     return put_back
 
 
-def _micro_batches(
-    recording: WindowRecording,
-    passing: Collection[Source] = (),
-    pairs: list[tuple[Tensor, Tensor]] | None = None,
-    changes_model: bool = False,
-    writes: AbstractContextManager[Any] | None = None,
-) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
-    """For each backward of the window a function that runs its forwards, and returns their outputs
-    with the gradients of these. ``pairs`` gets elements of outputs, each with its first value.
-    ``writes`` is entered around each forward."""
-    for number in range(max(recording.backwards, 1)):
-
-        def forwards(number: int = number) -> list[tuple[Tensor, Tensor]]:
-            seeded, made = [], dict[Source, Tensor]()
-            for call in recording.used:
-                if call.backward != number:
-                    continue
-                if pairs is None:  # to look on: gradients and buffers are anyone's
-                    outputs = _forward(call, made, without_ddp=True)
-                else:
-                    for each in () if changes_model else call.buffers:
-                        each.restore()
-                    with writes or nullcontext(), _reducing(recording.parallel, call.syncs):
-                        outputs = _forward(call, made)
-                for n, grad in call.grads.items():
-                    if (call, n) in passing:
-                        made[call, n] = outputs[n]
-                    else:
-                        seeded.append((outputs[n], grad.tensor))
-                    if pairs is not None and n in call.last:
-                        pairs.append((last_of(outputs[n], n)[n], call.last[n]))
-            return seeded
-
-        yield forwards
+def _seeds(backward: Backward) -> dict[Output, Tensor]:
+    """The roots of a backward, with the gradients that came to them."""
+    return {o: o.grad.tensor for o in backward.outputs if o.is_root and o.grad is not None}
 
 
-def _forward(
-    call: ForwardCall, made: Mapping[Source, Tensor], without_ddp: bool = False
-) -> list[Tensor]:
-    """``made``: outputs that are given to the next forward with their graph."""
+def _forwards(
+    backward: Backward,
+    around: Callable[[ForwardCall], AbstractContextManager[Any]],
+    without_ddp: bool = False,
+) -> dict[Output, Tensor]:
+    """Run the forwards of a backward again. Returns what its outputs are now."""
+    made: dict[Output, Tensor] = {}
+    for call in backward.calls:
+        with around(call):
+            returned = _forward(call, made, without_ddp)
+        made |= {o: returned[o.number] for o in backward.outputs if o.call is call}
+    return made
+
+
+def _forward(call: ForwardCall, made: dict[Output, Tensor], without_ddp: bool) -> list[Tensor]:
+    """All tensors that it returns. ``made``: outputs that it is given with their graph."""
     run, args = call.run(), call.args
     assert run is not None
     if without_ddp:  # it is what runs, or what a Trainer's ``compute_loss`` is given
@@ -208,41 +182,22 @@ def _without_ddp(value: Any) -> Any:
     return value.module if isinstance(value, DistributedDataParallel) else value
 
 
-def _backward(seeded: list[tuple[Tensor, Tensor]]) -> None:
-    roots, seeds, handles = [], [], []
-    for root, seed in seeded:
-        if not root.requires_grad:
-            continue
+def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> None:
+    """From the roots, which are among ``made``."""
+    handles, seeds = [], {o: seed for o, seed in seeds.items() if made[o].requires_grad}
+    for output, seed in seeds.items():
 
         def replace(_: Tensor, seed: Tensor = seed) -> Tensor:
-            """``seed``: all that came to this output, also by way of another output."""
+            """``seed``: all that came to this root, also by way of another output."""
             return seed
 
-        handles.append(root.register_hook(replace))  # type: ignore[no-untyped-call]
-        roots.append(root)
-        seeds.append(seed)
+        handles.append(made[output].register_hook(replace))  # type: ignore[no-untyped-call]
     try:
-        if roots:
-            torch.autograd.backward(roots, seeds)
+        if seeds:
+            torch.autograd.backward([made[output] for output in seeds], list(seeds.values()))
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _buffers_as_before(calls: Sequence[ForwardCall], keeps: bool) -> Iterator[None]:
-    """Buffers may be written to in the block; afterwards they are as they are now, unless
-    ``keeps``: then they start as before the first of these forwards, and stay."""
-    copied = [each for call in reversed(calls) for each in call.buffers if each.copy is not None]
-    now = [(each, each.place[each.name], each.place[each.name].clone()) for each in copied]
-    for each in copied if keeps else ():
-        each.restore()
-    try:
-        yield
-    finally:
-        for each, tensor, copy in () if keeps else now:
-            each.place[each.name] = tensor
-            tensor.data.copy_(copy)
 
 
 @contextmanager
@@ -263,44 +218,41 @@ def _reducing(
 
 @contextmanager
 def _restored(
-    models: Iterable[Module], device: torch.device, remade: Collection[int] | None = None
+    models: Iterable[Module],
+    device: torch.device,
+    remade: Collection[int] = (),
+    keeps_buffers: bool = False,
 ) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
-    afterwards as they were; but for the gradients of ``remade`` (the ``id`` of parameters), which
-    stay, and buffers beside these.
-
-    Note [Other parameter objects]
-    To look on, the block runs on other Parameter objects with the same memory. Their gradients are
-    dropped as soon as hooks have seen them, and hooks on the model's own parameters, as DDP's
-    reducer, do not run. A copy of a parameter is made only when something is about to write to it.
-    FSDP2 gathers from its own parameters, so there the gradients are put aside instead. What is to
-    be kept is made on the model's own, with every hook.
-    """
+    afterwards as they were, but for the gradients of ``remade`` (the ``id`` of each parameter), and
+    for the buffers with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as
+    hooks have seen it, so that there is no need of memory for all of them."""
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device)
-    places: list[dict[str, Any]] = [m._parameters for m in modules]
-    places += [m._buffers for m in modules] if remade is None else []
-    before = [dict(place) for place in places]
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    aside = [p for p in parameters.values() if p.requires_grad and id(p) not in (remade or ())]
-    grads = [(p, p.grad) for p in aside]
-    writes = _CopyOnWrite(parameters.values())
+    flags = [(p, p.requires_grad) for p in parameters.values()]
+    grads = [(p, p.grad) for p, trains in flags if trains and id(p) not in remade]
+    places = [] if keeps_buffers else [(m._buffers, dict(m._buffers)) for m in modules]
+    buffers = [(b, b.clone()) for _, own in places for b in own.values() if b is not None]
+    writes, handles = _CopyOnWrite(parameters.values()), list[Any]()
     try:
         for p, _ in grads:
             p.grad = None
-        if remade is None:
-            _replace(places, is_sharded=any(map(is_fsdp2, modules)))
-        with (
-            torch.inference_mode(False),
-            as_replay(),
-            torch.compiler.set_stance("force_eager"),
-            writes if remade is None else nullcontext(),  # it takes a while: else in forwards only
-        ):
+            if not remade and p.is_leaf:
+                hook: Any = p.register_post_accumulate_grad_hook
+                handles.append(hook(_drop_gradient))
+        with torch.inference_mode(False), as_replay(), torch.compiler.set_stance("force_eager"):
             yield writes
     finally:
-        for place, own in zip(places, before, strict=True):
+        for handle in handles:
+            handle.remove()
+        for place, own in places:
             place.clear()
             place.update(own)
+        for b, copy in buffers:
+            b.data.copy_(copy)
+        for p, flag in flags:
+            p.requires_grad_(flag)
         for p, grad in grads:
             p.grad = grad
         writes.restore()
@@ -347,27 +299,6 @@ def _address(tensor: Any) -> int:
         return 0
     address: int = tensor.untyped_storage().data_ptr()
     return address
-
-
-def _replace(places: list[dict[str, Any]], is_sharded: bool) -> None:
-    """Put aliases in the place of parameters, and copies in the place of buffers."""
-    others: dict[int, Tensor] = {}
-    for place in places:
-        for name, tensor in place.items():
-            if isinstance(tensor, Parameter):
-                # A frozen parameter of another class may be quantised: it stays.
-                if not is_sharded and (tensor.requires_grad or type(tensor) is Parameter):
-                    place[name] = others.setdefault(id(tensor), _alias(tensor))
-            elif tensor is not None and not tensor.requires_grad:
-                place[name] = others.setdefault(id(tensor), tensor.clone())
-
-
-def _alias(p: Tensor) -> Parameter:
-    alias = Parameter(p.detach(), requires_grad=p.requires_grad)
-    vars(alias).update(vars(p))
-    if p.requires_grad:
-        alias.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-    return alias
 
 
 def _drop_gradient(p: Tensor) -> None:

@@ -1,0 +1,140 @@
+"""What the backwards of a window have left on parameters.
+
+Gradients that are made again are the sum of what the recorded backwards give. So whatever else has
+changed a gradient, or the parameter, is an obstacle to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..scaling import gradients_of, local
+from .obstacle import Obstacle
+
+
+class WindowGradients:
+    """The gradients of one window after another. Nothing synchronises but where it is said.
+
+    Args:
+        parameters: gives all that optimizers step.
+    """
+
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
+        self.parameters = parameters
+        self.obstacle = ""
+        """Why gradients that are made again would differ, as far as that is known."""
+        self._versions: list[int] = []
+        """The version counter of every parameter, before the first backward."""
+        self._left: dict[int, tuple[Tensor | None, int]] = {}
+        """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
+        them."""
+        self._before: dict[int, Tensor] = {}
+        """By the ``id`` of a parameter: the largest magnitude in its gradient before the window."""
+        self._largest: dict[int, Tensor] = {}
+        """The same of the gradient that the window has given it."""
+
+    def new_window(self) -> None:
+        self.obstacle = ""
+        self._versions, self._left, self._before, self._largest = [], {}, {}, {}
+
+    def before_backward(self, is_first: bool) -> None:
+        """Call before each backward of a window."""
+        parameters = self.parameters()
+        if is_first:
+            self._before, self._versions = largest_of(parameters), list(map(version_of, parameters))
+        elif self.is_moved():
+            self.obstacle = Obstacle.MOVED
+        else:
+            self.before_check(parameters)
+        self._note(parameters)
+
+    def after_backward(self) -> bool:
+        """Call after each backward. Whether it left gradients: FSDP2 may hold them back."""
+        parameters = self.parameters()
+        has_given = self._are_changed(parameters)
+        self._note(parameters)
+        return has_given
+
+    def before_check(self, parameters: Sequence[Tensor]) -> None:
+        """Call before gradients are unscaled or clipped: what the script has changed since the
+        backward would be lost where they are made again."""
+        if self._are_changed(parameters):
+            self.obstacle = Obstacle.CHANGED
+
+    def let_go(self) -> None:
+        """Drop the gradients: the window is over."""
+        self._left = {}
+
+    def is_moved(self) -> bool:
+        """Whether a parameter was written to since the first backward."""
+        return self._versions != list(map(version_of, self.parameters()))
+
+    @property
+    def dirty(self) -> set[int]:
+        """The ``id`` of parameters that had a gradient, other than zero, before the window.
+        Synchronises."""
+        return {key for key, largest in self._before.items() if float(largest) != 0.0}
+
+    def clear(self, parameters: Sequence[Tensor]) -> None:
+        """Make these gradients zero, to be made again. Each stays the same tensor: it may be a view
+        of DDP's bucket."""
+        none = dict.fromkeys(map(id, parameters), torch.zeros(()))
+        self._largest = none | largest_of(parameters) | self._largest
+        for grad in gradients_of(parameters):
+            grad.zero_()
+        self._note(parameters)
+
+    def accept(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
+        """These gradients, made again at ``scale``, are those of the window from now on. How they
+        differ from ``factor`` times the first ones, which may have been unscaled already.
+        Synchronises."""
+        now = {key: float(each) for key, each in largest_of(parameters).items()}
+        most = max(filter(math.isfinite, now.values()), default=0.0)
+        why = ""
+        for p in parameters:
+            then, again = float(self._largest[id(p)]), now.get(id(p), 0.0)
+            if then != 0.0 and not self._are_changed([p]):
+                why = Obstacle.FROM_ELSEWHERE
+                break
+            away = min(abs(again - then * factor), abs(again - then * scale))
+            if math.isfinite(away) and away > (0.01 * most if then else 0.0):
+                # What rounding changes doubles each time that the scale halves.
+                why = Obstacle.LOST_BITS if away < 0.1 * most else Obstacle.DIFFERENT
+                break
+        self._note(parameters)
+        return why
+
+    def _note(self, parameters: Sequence[Tensor]) -> None:
+        grads = [(id(p), p.grad) for p in parameters]
+        self._left |= {key: (grad, version_of(grad)) for key, grad in grads}
+
+    def _are_changed(self, parameters: Sequence[Tensor]) -> bool:
+        return any(
+            p.grad is not grad or version_of(grad) != version
+            for p in parameters
+            if id(p) in self._left
+            for grad, version in (self._left[id(p)],)
+        )
+
+
+def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
+    0 of an empty one. Does not synchronise."""
+    found = {}
+    for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
+        values = grad._values() if grad.is_sparse else grad
+        ends = torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(1)
+        found[id(p)] = ends.abs().amax()
+    return found
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """The version counter; 0 of a tensor without one."""
+    if tensor is None or tensor.is_inference():
+        return 0
+    # FSDP2 adds to a DTensor's shard, autograd under tensor parallelism to the DTensor.
+    return tensor._version + (0 if type(tensor) is Tensor else local(tensor)._version)

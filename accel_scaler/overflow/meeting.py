@@ -1,0 +1,83 @@
+"""What ranks tell each other about an overflow.
+
+Note [Ranks that explain together]
+Ranks communicate about an overflow only where all of them are known to have it
+(:meth:`.Ranks.all_have`) and to have the same settings. Otherwise each rank explains its own
+overflows, no module is healed and nothing made again. In one window a rank may first be alone with
+the overflow of one optimizer, and then be together with the others about the next one: what was
+done alone is done again there, since the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from ..scaling import (
+    GradScaler,
+    Origin,
+    Window,
+    gather_objects,
+    has_ranks,
+    is_rank_0,
+    parameters_of,
+)
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """The ranks that communicate about the present overflow: all, or this one alone."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self.is_everywhere = False
+        """Every rank has the same settings."""
+        self.is_together = False
+        """All ranks have the present overflow."""
+        self._device = torch.device("cpu")
+
+    def meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
+        """Find out whether all ranks have the overflow of these optimizers in this window."""
+        self._device = parameters_of(optimizers[0])[0].device
+        # Their own, not one that was caught from another optimizer, which may be this rank's alone.
+        # None: a partner of the one that steps, looked at before its own check.
+        own = [
+            optimizer
+            for optimizer in optimizers
+            if (record := window.known(optimizer)) is None or record.verdict is not False
+        ]
+        self.is_together = self.is_everywhere and any(map(self._scaler.ranks.all_have, own))
+
+    @property
+    def is_alone(self) -> bool:
+        """There are other ranks, and they are not known to come here."""
+        return has_ranks() and not self.is_together
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank logs what all have found."""
+        return not self.is_together or is_rank_0()
+
+    def gather(self, value: T) -> list[T]:
+        """``value`` of every rank that is here."""
+        return gather_objects(value, self._device) if self.is_together else [value]
+
+    def any(self, answer: bool) -> bool:
+        return any(self.gather(answer))
+
+    def first(self, why: str) -> str:
+        """The first rank's obstacle that is not ""."""
+        return next(filter(None, self.gather(why)), "")
+
+    def agreed(self, found: Origin | None) -> Origin | None:
+        """What the first rank has found that has found something, preferably in a module."""
+        answers = [(n, other) for n, other in enumerate(self.gather(found)) if other is not None]
+        if not self.is_together or not answers:
+            return found
+        rank, first = max(answers, key=lambda answer: bool(answer[1].module))
+        return replace(first, text=f"{first.text} (rank {rank})")

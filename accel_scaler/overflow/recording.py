@@ -375,8 +375,9 @@ class WindowRecording(ForwardListener):
             source = None
             if tensor.requires_grad:
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
-                source = self._output_at(edge.node, edge.output_nr)
-                # Where it is an output itself, no code outside of forwards has come between.
+                hooks = (tensor._backward_hooks or {}).values()
+                if all(isinstance(hook, Hook) for hook in hooks):  # no code of the script's between
+                    source = self._output_at(edge.node, edge.output_nr)
                 roots.extend([(edge.node, edge.output_nr)] if source is None else source.call.roots)
             inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
             return plain

@@ -195,8 +195,11 @@ class Critic(Generator):
         self.layers.append(nn.Linear(8, 1))
 
 
-def play_gan(scale: float, zeroed: str, extra: float, **settings: Any) -> tuple[Any, list[Any]]:
-    """``extra``: the share of a loss that the script makes of the generator's output."""
+def play_gan(
+    scale: float, zeroed: str = "once", extra: float = 0.0, hooks: bool = False, **settings: Any
+) -> tuple[Any, list[Any]]:
+    """``extra``: the share of a loss that the script makes of the generator's output. ``hooks``: it
+    halves the gradient of that."""
     torch.manual_seed(3)
     nets = Generator(), Critic()
     given: dict[str, Any] = {"init_scale": scale, "growth_interval": 1000} | settings
@@ -207,6 +210,8 @@ def play_gan(scale: float, zeroed: str, extra: float, **settings: Any) -> tuple[
         for number in range(5):
             real, z = rows(number)[0], rows(number + 50)[0]
             fake = g(z)
+            if hooks:
+                fake.register_hook(lambda grad: grad / 2)
             opt_d.zero_grad()
             loss = 30 * ((d(real) - 1).square() + d(fake.detach()).square()).mean()
             accelerator.backward(loss)
@@ -233,18 +238,19 @@ def play_gan(scale: float, zeroed: str, extra: float, **settings: Any) -> tuple[
 @EACH_MODE
 def test_a_gan(mode: str, zeroed: str) -> None:
     """Also where the overflow is in the critic's backward, on its way to the generator."""
-    high, records = play_gan(2.0**16, zeroed, 0.0, on_overflow="retry", step_mode=mode)
-    low, plain = play_gan(records[-1].scale, zeroed, 0.0, step_mode=mode)
+    high, records = play_gan(2.0**16, zeroed, on_overflow="retry", step_mode=mode)
+    low, plain = play_gan(records[-1].scale, zeroed, step_mode=mode)
     assert not any(r.skipped for r in (*records, *plain))
     assert sum(r.scale < 2.0**16 for r in records) >= 2
     assert_same(high, low)
 
 
-def test_what_came_to_an_output_from_two_sides_is_not_taken_for_one(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("given", [{"extra": 1.0}, {"hooks": True}])
+def test_what_the_script_does_to_the_gradient_between_two_models_is_not_left_out(
+    given: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The script's own part of it is not known where the critic's has overflowed."""
-    _, records = play_gan(2.0**16, "once", 1.0, on_overflow="retry")
+    """It is not known where the critic's gradient has overflowed."""
+    _, records = play_gan(2.0**16, on_overflow="retry", **given)
     assert any(r.skipped for r in records)
     assert caplog.text.count("the gradient of an output was not finite") == 1
 

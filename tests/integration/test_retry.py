@@ -164,21 +164,6 @@ def test_a_model_that_returns_what_it_has_used_itself() -> None:
     assert_no_window_is_lost(make=EncoderDecoder, accumulation=2)
 
 
-def test_a_gradient_that_the_script_has_added_there_is_not_lost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Once that overflows it is not known apart from the model's own: the window is skipped."""
-    with attached(None, init_scale=2.0**24, on_overflow="retry") as accelerator:
-        model = accelerator.prepare(EncoderDecoder())
-        optimizer = accelerator.prepare(sgd(model.parameters()))
-        out = model(*rows(0))
-        accelerator.backward(out["loss"] + out["encoded"].square().mean())
-        optimizer.step()
-        assert optimizer.step_was_skipped
-        assert [r.retries for r in accelerator.scaler_history.records] == [0]
-    assert "the gradient of an output was not finite" in caplog.text
-
-
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -353,13 +338,9 @@ def loosely(use: str) -> Backwards:
     def backwards(accelerator: Any, model: Any, number: int) -> list[float]:
         x, y = rows(number)
         kept: list[Tensor] = []
-        if use == "hook on the output":
-            model.register_forward_hook(lambda _, args, out: out * 2)
-        model.first.requires_grad_(use != "frozen")
         handle = model.first.register_forward_hook(lambda _, args, out: kept.append(out))
         out = model(x)
         handle.remove()
-        model.first.requires_grad_(True)
         if use == "checkpoint":
             out = checkpoint(model.spare, out, use_reentrant=True)
         loss = (out - y).square().mean() * 8
@@ -367,10 +348,6 @@ def loosely(use: str) -> Backwards:
             loss = loss + 0.01 * model.last.weight.square().sum()
         if use == "features":
             loss = loss + kept[0].square().mean()
-        if use == "gradient penalty":
-            (slope,) = torch.autograd.grad(loss, out, create_graph=True)
-            (slope,) = torch.autograd.grad(slope.sum(), model.last.weight, create_graph=True)
-            loss = loss + slope.square().mean()
         if use == "by hand":
             accelerator.scaler.scale(loss).backward()
         else:
@@ -391,13 +368,10 @@ def loosely(use: str) -> Backwards:
     [
         ("penalty", "outside of a forward"),
         ("features", "outside of a forward"),
-        ("gradient penalty", "made again: a forward was not recorded: its gradient"),
         ("by hand", "made again: no forward of a prepared model, with accelerator.backward()"),
         ("checkpoint", "that no recorded forward gives"),
         ("grad.data", "it was changed"),
-        ("frozen", "it was changed"),
         ("evaluation", "another output"),
-        ("hook on the output", "another output"),
     ],
 )
 def test_gradients_that_would_be_others_are_not_made(
@@ -460,19 +434,6 @@ class Swapped(Average):
     how = "data"
 
 
-class Noisy(Plain):
-    """Its output is the same each time, a finite gradient is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor, loss: bool = True) -> Tensor:
-        self.calls += 1
-        zero = (self.spare - self.spare.detach()).sum() * self.calls
-        return super().forward(x, loss) + zero
-
-
 class Once(Plain):
     def forward(self, x: Tensor, loss: bool = True) -> Tensor:
         self.calls += 1
@@ -487,10 +448,6 @@ def edited(accelerator: Any, model: Any, x: Tensor) -> None:
 
 def replaced(accelerator: Any, model: Any, x: Tensor) -> None:
     model.w.grad = model.w.grad * 0.5
-
-
-def input_changed(accelerator: Any, model: Any, x: Tensor) -> None:
-    x.add_(1)
 
 
 def by_hand(accelerator: Any, model: Any, x: Tensor) -> None:
@@ -523,10 +480,8 @@ CLIPS: dict[str, Callable[[Any, Any], Any]] = {
         (Average, nothing, "writes to its parameters"),
         (Swapped, nothing, "writes to its parameters"),
         (Once, nothing, "RuntimeError: only once"),
-        (Noisy, nothing, "came out different"),
         (Plain, edited, "changed after the backward"),
         (Plain, replaced, "changed after the backward"),
-        (Plain, input_changed, "changed in place"),
         (Plain, by_hand, "GradScaler.unscale_"),
         (Plain, parameters_changed, "parameters were changed"),
     ],

@@ -1,4 +1,4 @@
-"""Where the overflow of a window began, and what is done about it before anything is updated."""
+"""The handling of a window that has overflowed, before anything is updated."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class OverflowExplainer(Observer):
     See Note [Ranks that explain together].
 
     Args:
-        scaler: whose windows these are.
+        scaler: the scaler of the windows.
         how: ``watch``: modules are watched after an overflow, until the next one. ``replay``: a
             window that has overflowed is run again; where it cannot be, the next ones are watched.
             ``always``: every window is watched. ``off``: no origin is searched for.
         after: the number of overflows in a row from which on their origin is searched for.
         retries: a window that has overflowed is made again at lower scales.
         looks_ahead: with ``retries``, the scale grows only while gradients leave room for it.
-        healer: with one, a window that has overflowed is run again whatever ``how`` says.
+        healer: with a healer, a window that has overflowed is run again whatever ``how`` says.
         around_backward: entered around a backward, as the training loop does.
     """
 
@@ -110,7 +110,7 @@ class OverflowExplainer(Observer):
 
     @property
     def models(self) -> list[Module]:
-        """Those that are watched, without wrappers, in the order in which they were prepared."""
+        """The watched models without wrappers, in the order in which they were prepared."""
         return list(self._models)
 
     def _parameters(self) -> list[Tensor]:

@@ -28,7 +28,7 @@ from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedMod
 
 @dataclass
 class _Seen:
-    """What is known of a living tensor."""
+    """The facts about a living tensor."""
 
     version: int
     window: int
@@ -42,8 +42,8 @@ class OverflowFinder(ForwardListener):
     It reads every activation and every gradient once more. It changes no value, keeps no activation
     alive, and synchronises with the device in :meth:`find` only.
 
-    Forwards without gradients are not kept, nor, beyond a bounded number, those that no backward
-    reaches. What activation checkpointing runs again in the backward takes no part in the order of
+    Forwards without gradients are not kept, nor, beyond a bounded number, forwards that no backward
+    reaches. A module that activation checkpointing runs again takes no part in the order of
     the forward; only its gradients count. Compiled and scripted modules cannot be seen into: there
     a loss or a parameter is named at best.
     """

@@ -45,7 +45,7 @@ class Fp32Modules:
 
     @property
     def modules(self) -> list[Module]:
-        """Those that run in float32."""
+        """The modules that run in float32."""
         return [each.module for each in self._enabled]
 
     def add(self, names: Iterable[str], models: Iterable[Module]) -> None:
@@ -99,11 +99,11 @@ class Fp32Module:
     """The ``forward`` of one module that runs in float32 while it is enabled.
 
     Under autocast it runs without autocast, as torch's float32 operators do: float16 and bfloat16
-    tensors among its inputs are cast up, and what it returns stays in float32. What was cast up is
-    a copy: what the module writes into it is lost.
+    tensors among its inputs are cast up, and its results stay in float32. The module gets copies of
+    these inputs, so whatever it writes into them is lost.
 
     float16 and bfloat16 parameters and buffers are cast up for the call. Autograd casts the
-    gradients down again; what the module writes to a buffer is kept. Without autocast what it
+    gradients down again; a change of a buffer is kept. Without autocast whatever it
     returns in float32 is cast to the low dtype of its inputs (of its parameters, where no input is
     a floating point tensor). Finite values are clamped to the range of that dtype first, with a
     gradient of 0.
@@ -163,7 +163,7 @@ class Fp32Module:
     def __reduce__(self) -> Any:
         if self.found_on_instance:
             return itemgetter(0), ((self.found,),)
-        return getattr, (self.module, "forward")  # as the copy has none yet, that of its class
+        return getattr, (self.module, "forward")  # the class's, as the copy has none yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled:
@@ -217,7 +217,7 @@ def _cast_parameters(module: Module) -> list[_Change]:
 
 
 def _restore(changes: list[_Change]) -> None:
-    """Put the tensors back, with what the call has written to buffers."""
+    """Put the tensors back, with the changes that the call has made to buffers."""
     for where, name, tensor, cast in changes:
         now = where.get(name)
         if now is cast:

@@ -1,7 +1,7 @@
-"""What the backwards of a window have left on parameters.
+"""The gradients that the backwards of a window have left on parameters.
 
-Gradients that are made again are the sum of what the recorded backwards give. So whatever else has
-changed a gradient, or the parameter, is an obstacle to that.
+A gradient that is made again is the sum of the contributions of the recorded backwards. So any
+other change of a gradient, or of the parameter, is an obstacle.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class WindowGradients:
         self._versions: list[int] = []
         """The version counter of every parameter, before the first backward."""
         self._left: dict[int, tuple[Tensor | None, int]] = {}
-        """By the ``id`` of a parameter: its gradient and that one's version, as backwards left
-        them."""
+        """By the ``id`` of a parameter: its gradient, and the version of the gradient, after the
+        last backward."""
         self._before: dict[int, Tensor] = {}
         """By the ``id`` of a parameter: the largest magnitude in its gradient before the window."""
         self._largest: dict[int, Tensor] = {}
-        """The same of the gradient that the window has given it."""
+        """By the ``id`` of a parameter: the largest magnitude in the window's first gradient."""
 
     def new_window(self) -> None:
         self.obstacle = ""
@@ -60,8 +60,8 @@ class WindowGradients:
         return has_given
 
     def before_check(self, parameters: Sequence[Tensor]) -> None:
-        """Call before gradients are unscaled or clipped: what the script has changed since the
-        backward would be lost where they are made again."""
+        """Call before gradients are unscaled or clipped. A change that the script has made since
+        the backward would be lost where they are made again."""
         if self._are_changed(parameters):
             self.obstacle = Obstacle.CHANGED
 
@@ -89,8 +89,8 @@ class WindowGradients:
         self._note(parameters)
 
     def accept(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
-        """These gradients, made again at ``scale``, are those of the window from now on. How they
-        differ from ``factor`` times the first ones, which may have been unscaled already.
+        """Take gradients that were made again at ``scale`` for the window's. Returns how they
+        differ from ``factor`` times the first gradients, which may have been unscaled already.
         Synchronises."""
         now = {key: float(each) for key, each in largest_of(parameters).items()}
         most = max(filter(math.isfinite, now.values()), default=0.0)
@@ -102,7 +102,7 @@ class WindowGradients:
                 break
             away = min(abs(again - then * factor), abs(again - then * scale))
             if math.isfinite(away) and away > (0.01 * most if then else 0.0):
-                # What rounding changes doubles each time that the scale halves.
+                # The error of rounding doubles each time that the scale halves.
                 why = Obstacle.LOST_BITS if away < 0.1 * most else Obstacle.DIFFERENT
                 break
         self._note(parameters)
@@ -122,8 +122,8 @@ class WindowGradients:
 
 
 def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By the ``id`` of each parameter that has a gradient, that one's largest magnitude, shape ();
-    0 of an empty one. Does not synchronise."""
+    """By the ``id`` of each parameter with a gradient: the largest magnitude in the gradient, shape
+    (); 0 where it is empty. Does not synchronise."""
     found = {}
     for p, grad in ((p, local(p.grad)) for p in parameters if p.grad is not None):
         values = grad._values() if grad.is_sparse else grad

@@ -18,8 +18,9 @@ class Headroom:
     """How far the largest scaled gradient is from an overflow.
 
     As TransformerEngine's history of largest elements and OpenSeq2Seq's LogMax it foresees one. A
-    gradient of a parameter says little of those of activations, so where one of those overflows
-    first, the level of that window is the limit, until gradients have been above it and finite.
+    gradient of a parameter says little of the gradients of activations, so where an activation's
+    overflows first, the level of that window is the limit, until gradients have been above it and
+    finite.
     """
 
     def __init__(self, interval: int) -> None:

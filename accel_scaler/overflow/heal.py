@@ -46,7 +46,7 @@ class Healer:
     def __init__(self, fp32_modules: Fp32Modules) -> None:
         self.fp32_modules = fp32_modules
         self._hopeless: set[str] = set()
-        """Modules of whose overflows nothing has helped."""
+        """Modules whose overflows nothing has cured."""
         self._last = ""
         self._in_a_row = 0
 
@@ -64,7 +64,7 @@ class Healer:
         """Run modules in float32 that cure the overflow of this origin, at scale 1 and so at any.
 
         ``any_rank``: whether an answer is True on any rank; they decide alike, though one may watch
-        a model of its own. Returns the names of those that are in float32 from now on; none where
+        a model of its own. Returns the names of the modules in float32 from now on; none where
         nothing helps, which is logged once for each module in which an overflow began.
         """
         if any_rank(origin.is_of_data or origin.module in self._hopeless):
@@ -116,7 +116,7 @@ class Healer:
             if after is None:
                 return names, ""
             tried = names
-            # If it still overflows in float32, its input does, or what it gives to the next module.
+            # If it still overflows in float32, its input does, or the next module on its output.
             is_inside = not after.module or any(_is_in(after.module, each) for each in names)
             name = name.rpartition(".")[0] if is_inside else after.module
         return [], (

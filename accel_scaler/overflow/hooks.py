@@ -1,4 +1,4 @@
-"""Hooks on models, and the tensors in what a module is given and in what it returns.
+"""Hooks on models, and the tensors in the inputs and the results of modules.
 
 Lists, tuples, dicts and whatever is registered with ``torch.utils._pytree`` (the outputs of
 transformers) are containers, and so is every mutable mapping (``BatchEncoding``). Other objects, as
@@ -87,7 +87,8 @@ class ForwardListener:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is one. ``isinstance`` would wait for a parameter whose update is pending."""
+    """Whether ``value`` is a tensor. ``isinstance`` would wait for a parameter whose update is
+    pending."""
     return issubclass(type(value), torch._C.TensorBase)
 
 

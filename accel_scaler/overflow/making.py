@@ -39,8 +39,8 @@ class GradientMaker:
     were put in float32 (``heal``).
 
     Args:
-        scaler: whose windows these are.
-        recording: what is kept of the present one, with its gradients.
+        scaler: the scaler of the windows.
+        recording: the record of the present window, with its gradients.
         meeting: the ranks that communicate.
         looks_ahead: the scale grows only while gradients leave room for it.
         around_backward: entered around a backward, as the training loop does.
@@ -163,7 +163,7 @@ class GradientMaker:
     def _made_with(self, window: Window, bad: Sequence[Optimizer]) -> tuple[list[Optimizer], str]:
         """The optimizers whose gradients are made again, or why those of ``bad`` cannot be.
 
-        Others keep theirs: they are decided, or hold what an earlier window left."""
+        Other optimizers keep their gradients: they are decided, or an earlier window's."""
         found, dirty = [], self.gradients.dirty
         for optimizer in self.scaler.managed:
             record = window.known(optimizer)
@@ -201,7 +201,7 @@ class GradientMaker:
             return False
         is_asked = not has_ranks() or (self.meeting.is_everywhere and ranks.has_parts(stepping))
         if is_common and not is_asked:
-            return False  # other ranks may not ask, or not have the one that steps
+            return False  # other ranks may not ask, or not have the optimizer that steps
         is_dirty = not self.gradients.dirty.isdisjoint(map(id, params))
         found = not is_dirty and next(find_nonfinite(gradients_of(params)), None) is not None
         return ranks.agree_on_overflow(found, optimizer, params[0].device)
@@ -219,8 +219,9 @@ class GradientMaker:
 
     def _looked_at(self) -> list[Optimizer]:
         """Optimizers whose gradients say whether the scale may grow. Ranks have to come to one
-        answer, and are not known to come together for it. So they look at what is the same on each;
-        a rank that trains alone, as under LocalSGD, at all; and nobody at parts."""
+        answer, and are not known to come together for it. So they look at gradients that are the
+        same on each rank. A rank that trains alone, as under LocalSGD, looks at all of its own, and
+        no rank looks at parts of gradients."""
         ranks, managed = self.scaler.ranks, self.scaler.managed
         if not has_ranks():
             return managed

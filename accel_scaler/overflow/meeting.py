@@ -1,11 +1,11 @@
-"""What ranks tell each other about an overflow.
+"""The exchange between ranks about an overflow.
 
 Note [Ranks that explain together]
 Ranks communicate about an overflow only where all of them are known to have it
 (:meth:`.Ranks.all_have`) and to have the same settings. Otherwise each rank explains its own
 overflows, no module is healed and nothing made again. In one window a rank may first be alone with
-the overflow of one optimizer, and then be together with the others about the next one: what was
-done alone is done again there, since the others wait for it.
+the overflow of one optimizer, and then be together with the others about the overflow of the next
+one. Whatever it did alone it does again there, since the others wait for it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Meeting:
     def meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
         """Find out whether all ranks have the overflow of these optimizers in this window."""
         self._device = parameters_of(optimizers[0])[0].device
-        # Their own, not one that was caught from another optimizer, which may be this rank's alone.
-        # None: a partner of the one that steps, looked at before its own check.
+        # Optimizers with an overflow of their own: one that they caught from another optimizer may
+        # be this rank's alone. Without a record: an optimizer that is looked at before its check.
         own = [
             optimizer
             for optimizer in optimizers
@@ -60,7 +60,7 @@ class Meeting:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank logs what all have found."""
+        """Whether this rank writes the log for all ranks that are here."""
         return not self.is_together or is_rank_0()
 
     def gather(self, value: T) -> list[T]:
@@ -75,7 +75,7 @@ class Meeting:
         return next(filter(None, self.gather(why)), "")
 
     def agreed(self, found: Origin | None) -> Origin | None:
-        """What the first rank has found that has found something, preferably in a module."""
+        """The origin that the first rank has found, of ranks that have found a module, if any."""
         answers = [(n, other) for n, other in enumerate(self.gather(found)) if other is not None]
         if not self.is_together or not answers:
             return found

@@ -23,7 +23,7 @@ def plain_name(name: str) -> str:
 def modules_by_name(model: Module) -> dict[str, Module]:
     """The modules in the order of ``named_modules()``; "" is the model itself.
 
-    Names and modules are those within DDP, ``torch.compile``, FSDP1 and checkpoint wrappers.
+    Names and modules are the inner ones of DDP, ``torch.compile``, FSDP1 and checkpoint wrappers.
     """
     # A wrapper comes before the module in it, which takes its place here.
     return {plain_name(name): module for name, module in unwrap(model).named_modules()}

@@ -1,7 +1,7 @@
-"""What is kept of a window, so that it can be made again.
+"""The record of a window, from which it can be made again.
 
 - A *forward* (:class:`ForwardCall`) is one training call of a prepared model, or of a Trainer's
-  ``compute_loss``, with all that it was given. A model that is called inside of it is a part of it.
+  ``compute_loss``, with its inputs. A model that is called inside of a forward is a part of it.
 - An *output* is a tensor with a graph that a forward has returned.
 - A *root* is an output that code outside of forwards has used: the script has made a loss of it, or
   it is the loss.
@@ -9,10 +9,10 @@
 
 There is one way to make a window again: its forwards run again, and each backward starts at its
 roots, from the gradients that had come to them, times the ratio of the scales. So it does not
-matter what the loss was made of. Every other output gets its gradient on the way, from a forward
-that took it. :class:`Obstacle` lists why a window cannot be made again.
+matter how the loss was computed. Every other output gets its gradient on the way, from a forward
+that took it. :class:`Obstacle` lists the reasons why a window cannot be made again.
 
-References are kept, and copies of those buffers alone that forwards write to. Nothing is read from
+The record holds references, and copies of the buffers that forwards write to. Nothing is read from
 the device.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,7 +63,7 @@ class ForwardCall:
     """A forward, as the head of this file defines it."""
 
     run: weakref.ref[Any]
-    """What was called; a model without wrappers other than DDP's."""
+    """The model, without wrappers other than DDP's; or the method ``compute_loss``."""
     syncs: weakref.WeakSet[DistributedDataParallel]
     """The wrappers that reduce gradients in its backward."""
     device: torch.device
@@ -90,8 +90,9 @@ class Output:
     """The place of the tensor in all that the forward returned."""
     last: Tensor | None
     """The last element of the tensor, shape (), to compare."""
-    grad: Kept | None = None
     is_root: bool = False
+    grad: Kept | None = None
+    """The gradient that came to it, if it is a root."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,12 +112,17 @@ class Backward:
         """The forwards that it has reached, in the order in which they ran."""
         return sorted({output.call for output in self.outputs}, key=lambda call: call.number)
 
+    @property
+    def seeds(self) -> dict[Output, Kept]:
+        """The roots, with the gradients that came to them."""
+        return {output: output.grad for output in self.outputs if output.grad is not None}
+
 
 class WindowRecording(ForwardListener):
-    """Keeps what the present window needs to be made again.
+    """Keeps the record of the present window.
 
-    Leaves out forwards without gradients, those inside another watched model's forward or inside a
-    transform of ``torch.func``, and those of which a graph is captured.
+    Leaves out forwards without gradients, forwards inside another watched model's forward or inside
+    a transform of ``torch.func``, and forwards of which a graph is captured.
 
     Args:
         parameters: gives all parameters that optimizers step; without it no gradient is made again,
@@ -150,7 +156,7 @@ class WindowRecording(ForwardListener):
         """Record this model's training forwards. Does nothing the second time.
 
         Args:
-            prepared: what the training loop calls.
+            prepared: the model that the training loop calls.
             inner: the model in it.
         """
         plain = unwrap(inner)
@@ -195,7 +201,7 @@ class WindowRecording(ForwardListener):
             self._find_roots(loss)
 
     def _are_dropped(self) -> bool:
-        """Whether the script has dropped what the backwards before this one have given."""
+        """Whether the script has dropped the gradients of the backwards so far."""
         if self.gradients is None or not self.backwards or not self.backwards[-1].has_given:
             return False
         return all(p.grad is None for p in self.gradients.parameters())
@@ -240,7 +246,7 @@ class WindowRecording(ForwardListener):
         if self.gradients is not None:
             self.gradients.new_window()
 
-    # What the window lacks.
+    # Why the window cannot be made again.
 
     def obstacle(self) -> str:
         """Why the window cannot run again; "": it can. Does not synchronise."""
@@ -251,7 +257,7 @@ class WindowRecording(ForwardListener):
         if any(call.run() is None for call in self.calls):
             return Obstacle.MODEL_GONE
         kept = [each for call in self.calls for each in call.inputs]
-        kept += [o.grad for b in self.backwards for o in b.outputs if o.grad is not None]
+        kept += [seed for backward in self.backwards for seed in backward.seeds.values()]
         if any(each.version != version_of(each.tensor) for each in kept):
             return Obstacle.CHANGED_INPUT
         return ""
@@ -260,8 +266,8 @@ class WindowRecording(ForwardListener):
         """Why the gradients of ``parameters`` cannot be made again. Synchronises.
 
         Args:
-            changes_model: modules run in float32 that did not, so the outputs are others, and what
-                had come to one is of use only if it is the loss.
+            changes_model: modules run in float32 that did not. So the outputs are others, and a
+                gradient that had come to one of them is of use only where the output is the loss.
         """
         gradients = self.gradients
         assert gradients is not None
@@ -282,17 +288,12 @@ class WindowRecording(ForwardListener):
                 return Obstacle.UPDATED
         if gradients.dirty.intersection(map(id, parameters)):
             return Obstacle.ADDED
-        for grad in self._grads_of_roots():
-            if not bool(local(grad).isfinite().all()):
+        for seed in (seed for backward in self.backwards for seed in backward.seeds.values()):
+            if not bool(local(seed.tensor).isfinite().all()):
                 return Obstacle.INFINITE
-            if changes_model and grad.numel() != 1:
+            if changes_model and seed.tensor.numel() != 1:
                 return Obstacle.OTHER_LOSS
         return ""
-
-    def _grads_of_roots(self) -> Iterator[Tensor]:
-        for output in (each for backward in self.backwards for each in backward.outputs):
-            if output.is_root and output.grad is not None:
-                yield output.grad.tensor
 
     @torch.no_grad()
     def restore_statistics(self) -> None:
@@ -332,8 +333,8 @@ class WindowRecording(ForwardListener):
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
                 made = Output(call, number, last_of(tensor) if compares else None)
-                # The graph keeps it, so that a backward in a later window finds it. As a node's,
-                # the hook comes after those of the script on the tensor.
+                # The graph keeps the record of the output, so that a backward in a later window
+                # finds it. A hook on a node comes after the script's hooks on the tensor.
                 node: Any = tensor.grad_fn
                 place = tensor.output_nr
                 node.register_prehook(Hook(self, "add_gradient", made, place))
@@ -353,15 +354,17 @@ class WindowRecording(ForwardListener):
         if self.left_out or not self.backwards or self.backwards[-1].has_ended:
             return  # the last: torch.autograd.grad, which gives nothing to parameters
         backward = self.backwards[-1]
-        if output.grad is not None or call.backward not in (None, backward):
+        if call.backward not in (None, backward):
             self.left_out = Obstacle.TWICE
             return
-        size = _bytes(grad)
+        size = 0
+        if output.is_root:
+            output.grad, size = Kept(grad, version_of(grad)), _bytes(grad)
         if call.backward is None:
             copies = [each.copy for each in call.buffers if each.copy is not None]
             size += sum(map(_bytes, [*(each.tensor for each in call.inputs), *copies]))
             size += BYTES_OF_RANDOM_STATE
-        output.grad, call.backward = Kept(grad, version_of(grad)), backward
+        call.backward = backward
         backward.outputs.append(output)
         self._count(size)
 
@@ -376,7 +379,7 @@ class WindowRecording(ForwardListener):
             if tensor.requires_grad:
                 edge = torch.autograd.graph.get_gradient_edge(tensor)
                 hooks = (tensor._backward_hooks or {}).values()
-                if all(isinstance(hook, Hook) for hook in hooks):  # no code of the script's between
+                if all(isinstance(hook, Hook) for hook in hooks):  # none is the script's
                     source = self._output_at(edge.node, edge.output_nr)
                 roots.extend([(edge.node, edge.output_nr)] if source is None else source.call.roots)
             inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
@@ -416,7 +419,7 @@ class WindowRecording(ForwardListener):
             self.left_out = Obstacle.TOO_LARGE.format(MAX_BYTES >> 20)
 
     def _forget(self) -> None:
-        """Forget what backwards have reached."""
+        """Forget the gradients of outputs."""
         for backward in self.backwards:
             for output in backward.outputs:  # a graph may keep it
                 output.grad, output.call.backward, output.is_root = None, None, False

@@ -38,7 +38,7 @@ def run_again(
 
     Args:
         recording: one without an ``obstacle()``.
-        factor: what the gradients of the roots are multiplied by, for another scale. inf and NaN
+        factor: the multiplier of the gradients of the roots, for another scale. inf and NaN
             among them become 0, since the change of the model that is being tried may cure them.
             None: they are taken as they are.
 
@@ -52,7 +52,7 @@ def run_again(
             finder.watch(model)
         for backward in recording.backwards:
             made = _forwards(backward, lambda _: nullcontext(), without_ddp=True)
-            losses, seeds = [backward.loss], _seeds(backward)
+            losses, seeds = [backward.loss], {o: g.tensor for o, g in backward.seeds.items()}
             if factor is not None:  # the window's own loss may be inf
                 losses = [made[output] for output in seeds if made[output].numel() == 1]
                 seeds = {o: torch.where(g.isfinite(), g * factor, 0.0) for o, g in seeds.items()}
@@ -77,9 +77,9 @@ def make_again(
 
     Args:
         recording: one without an obstacle to that.
-        scale: that of the new gradients.
-        factor: what the gradients of the roots are multiplied by for that.
-        changes_model: the outputs may be others than those of the window.
+        scale: the scale of the new gradients.
+        factor: the multiplier of the gradients of the roots.
+        changes_model: the outputs may be others than the window's.
 
     Raises:
         Whatever the model raises. The gradients are anything then, as where it returns a reason;
@@ -109,7 +109,7 @@ def make_again(
             for model in sharded:
                 model.set_requires_gradient_sync(backward.has_given, recurse=False)
             with around_backward():
-                _run_backward(made, {o: g * factor for o, g in _seeds(backward).items()})
+                _run_backward(made, {o: g.tensor * factor for o, g in backward.seeds.items()})
             lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
         why = gradients.accept(parameters, scale, factor)
@@ -140,17 +140,12 @@ def as_overflowed(parameters: Sequence[Tensor], kept: Collection[int]) -> Callab
     return put_back
 
 
-def _seeds(backward: Backward) -> dict[Output, Tensor]:
-    """The roots of a backward, with the gradients that came to them."""
-    return {o: o.grad.tensor for o in backward.outputs if o.is_root and o.grad is not None}
-
-
 def _forwards(
     backward: Backward,
     around: Callable[[ForwardCall], AbstractContextManager[Any]],
     without_ddp: bool = False,
 ) -> dict[Output, Tensor]:
-    """Run the forwards of a backward again. Returns what its outputs are now."""
+    """Run the forwards of a backward again. Returns the new tensor of each output."""
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
         with around(call):
@@ -163,7 +158,7 @@ def _forward(call: ForwardCall, made: dict[Output, Tensor], without_ddp: bool) -
     """All tensors that it returns. ``made``: outputs that it is given with their graph."""
     run, args = call.run(), call.args
     assert run is not None
-    if without_ddp:  # it is what runs, or what a Trainer's ``compute_loss`` is given
+    if without_ddp:  # it is the model, or the argument of a Trainer's ``compute_loss``
         run, args = _without_ddp(run), tuple(map(_without_ddp, args))
     # The script may have made an input require gradients since, for a gradient penalty.
     fresh: dict[int, Tensor] = {}
@@ -204,8 +199,8 @@ def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> No
 def _reducing(
     models: Iterable[DistributedDataParallel], syncs: Container[DistributedDataParallel]
 ) -> Iterator[None]:
-    """Forwards of ``syncs`` in the block lead to a backward that reduces gradients, and those of
-    other ``models`` to one that does not."""
+    """In the block the forwards of ``syncs`` lead to a backward that reduces gradients, and the
+    forwards of other ``models`` to a backward that does not."""
     before = [(model, model.require_backward_grad_sync) for model in models]
     for model, _ in before:
         model.require_backward_grad_sync = model in syncs

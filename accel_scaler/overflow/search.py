@@ -33,7 +33,7 @@ def search(window: WindowTrace) -> Origin | None:
 
 
 class _Suspect(NamedTuple):
-    """A call in whose forward something appeared that is not finite."""
+    """A call in whose forward a non-finite value appeared."""
 
     call: Call
     made: list[Entry]
@@ -50,7 +50,7 @@ class _MicroBatch:
         self.is_loss_finite = all(loss.range.is_finite for loss in self.losses)
 
     def forward(self) -> Origin | None:
-        """The first module that made what it was not given, where that got out of it."""
+        """The first module that made a non-finite value of finite inputs, if the value got out."""
         suspects = self._suspects()
         chosen = next(filter(_spreads, suspects), None)
         if chosen is None and suspects and not self.is_loss_finite:
@@ -101,7 +101,7 @@ class _MicroBatch:
         return Origin("loss", "", loss.dtype, self.micro, None, loss.range.values, text)
 
     def backward(self) -> Origin | None:
-        """What made the first gradient that is not finite: a module, its own code, or the loss."""
+        """The maker of the first non-finite gradient: a module, its own code, or the loss."""
         gradients = (g for g in self.window.gradients if g.micro == self.micro)
         first = next((g for g in gradients if not g.range.is_finite), None)
         if first is None:
@@ -110,7 +110,7 @@ class _MicroBatch:
         if uses.loss is not None:
             return self._at_loss(first, uses.loss)
         if any(not entry.is_finite for call in uses.producers for entry in call.outputs):
-            # The loss leaves out what is not finite (rows without a label): its gradient is NaN.
+            # The loss leaves out non-finite rows, as rows without a label: their gradient is NaN.
             made = [each for each in self._suspects() if not each.is_data]
             if made:
                 return self._in_forward(made[0])
@@ -122,7 +122,7 @@ class _MicroBatch:
         return self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
-        """Range of what came to the outputs of a call before the first that is not finite."""
+        """Range of the gradients of a call's outputs that came before ``first``."""
         return pair_of(
             each
             for each in takewhile(lambda each: each is not first, self.window.gradients)
@@ -195,7 +195,7 @@ class _MicroBatch:
 
 
 def _suspects(forward: Forward) -> Iterator[_Suspect]:
-    """In order of time: calls given what is finite, in which something else appeared."""
+    """In order of time: calls with finite inputs in which a non-finite value appeared."""
     for is_over, call in forward.events:
         bad_inputs = call.bad_inputs
         if is_over:
@@ -209,7 +209,7 @@ def _suspects(forward: Forward) -> Iterator[_Suspect]:
 
 
 def _spreads(suspect: _Suspect) -> bool:
-    """Whether what is not finite got out, instead of being masked or replaced on the way."""
+    """Whether a non-finite value got out, instead of being masked or replaced on the way."""
     call = suspect.call
     outer = list(call.parents())
     if not call.bad_outputs or suspect.is_data:
@@ -229,7 +229,7 @@ def _spreads(suspect: _Suspect) -> bool:
 
 
 def _innermost(calls: Iterable[Call]) -> list[Call]:
-    """Those that contain none of the others, in order."""
+    """The calls that contain none of the others, in order."""
     found = list(dict.fromkeys(calls))
     outer = {parent for call in found for parent in call.parents()}
     return [call for call in found if call not in outer]

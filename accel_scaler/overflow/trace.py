@@ -1,5 +1,5 @@
-"""What hooks record of a window for the search: smallest and largest elements of tensors, left on
-their device until somebody asks, and never a tensor."""
+"""The record that hooks make of a window for the search: smallest and largest elements of tensors,
+left on their device until somebody asks, and never a tensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Range:
     @classmethod
     @torch.no_grad()
     def of(cls, tensor: Tensor) -> Range | None:
-        """The range of a tensor; None for integers, empty tensors and those without memory.
+        """The range of a tensor; None for integers, empty tensors and tensors without memory.
 
         Does not synchronise.
         """
@@ -103,7 +103,7 @@ def pair_of(seen: Iterable[Entry | Gradient]) -> Pair | None:
 
 
 def in_words(pair: Pair | None) -> str:
-    """``in [-3.1, 4]``, or what it reached."""
+    """``in [-3.1, 4]``, or the infinity that it reached."""
     if pair is None:
         return "not seen"
     lo, hi = pair
@@ -188,7 +188,7 @@ class Forward:
 
 @dataclass(eq=False, slots=True)
 class Uses:
-    """The calls that made one tensor, and those that took it."""
+    """The calls that made one tensor, and the calls that took it."""
 
     producers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
     consumers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
@@ -217,7 +217,7 @@ class ParameterGradient(NamedTuple):
 
 
 class WindowTrace:
-    """What hooks recorded in one window."""
+    """The record of one window."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -234,7 +234,7 @@ class WindowTrace:
         return max(self.backwards - 1, 0)
 
     def open_forward(self, order: int) -> Forward:
-        """A new forward; forgets the oldest ones, those without a backward first."""
+        """A new forward; forgets the oldest ones, but first any without a backward."""
         total = sum(each.size for each in self.forwards)
         while total > MAX_RANGES:
             oldest = next((f for f in self.forwards if not f.got_gradient), self.forwards[0])
@@ -264,6 +264,6 @@ class WindowTrace:
             yield from (each.range for each in kind)
 
     def micro_batches(self) -> list[int]:
-        """The numbers of those in which anything was seen."""
+        """The numbers of the micro-batches in which anything was seen."""
         kinds = (self.forwards, self.losses, self.gradients, self.parameter_gradients)
         return sorted({each.micro for kind in kinds for each in kind})

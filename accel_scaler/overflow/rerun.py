@@ -89,8 +89,7 @@ def make_again(
     assert gradients is not None
     models = list(recording.models)
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    remade = {id(p) for p in parameters}
-    with _restored(models, calls[0].device, remade, keeps_buffers=changes_model) as writes:
+    with _restored(models, calls[0].device, parameters, keeps_buffers=changes_model) as writes:
 
         @contextmanager
         def as_before(call: ForwardCall) -> Iterator[None]:
@@ -215,18 +214,19 @@ def _reducing(
 def _restored(
     models: Iterable[Module],
     device: torch.device,
-    remade: Collection[int] = (),
+    remade: Sequence[Tensor] = (),
     keeps_buffers: bool = False,
 ) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
-    afterwards as they were, but for the gradients of ``remade`` (the ``id`` of each parameter), and
-    for the buffers with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as
-    hooks have seen it, so that there is no need of memory for all of them."""
+    afterwards as they were, but for the gradients of the parameters ``remade``, and for the buffers
+    with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as hooks have seen
+    it, so that there is no need of memory for all of them."""
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device)
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    flags = [(p, p.requires_grad) for p in parameters.values()]
-    grads = [(p, p.grad) for p, trains in flags if trains and id(p) not in remade]
+    stay = {id(p): p for p in remade}
+    flags = [(p, p.requires_grad) for p in (parameters | stay).values()]
+    grads = [(p, p.grad) for p, trains in flags if trains and id(p) not in stay]
     places = [] if keeps_buffers else [(m._buffers, dict(m._buffers)) for m in modules]
     buffers = [(b, b.clone()) for _, own in places for b in own.values() if b is not None]
     writes, handles = _CopyOnWrite(parameters.values()), list[Any]()

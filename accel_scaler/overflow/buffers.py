@@ -23,21 +23,21 @@ class KeptBuffer(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to since. A batch norm's writes raise no version counter."""
+        """Whether the buffer was written to since. A batch norm raises no version counter."""
         if self.name in ("running_mean", "running_var"):
             return True
         now = self.place.get(self.name)
         return now is not self.tensor or version_of(self.tensor) != self.version
 
     def restore(self) -> None:
-        """Make it what it was; version counters stay."""
+        """Give the buffer its earlier values; version counters stay."""
         if self.copy is not None:
             self.place[self.name] = self.tensor
             self.tensor.data.copy_(self.copy)
 
 
 class BufferCopies:
-    """Copies the buffers that forwards write to; before the first forward of a model all."""
+    """Copies the buffers that forwards write to; before a model's first forward every buffer."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, str], KeptBuffer] = {}
@@ -45,7 +45,7 @@ class BufferCopies:
         self._written: set[tuple[int, str]] = set()
 
     def keep(self, model: Module) -> list[KeptBuffer]:
-        """The buffers of a model that is about to run."""
+        """Keep the buffers of a model that is about to run."""
         found = []
         for place in (module._buffers for module in model.modules()):
             for name, b in place.items():

@@ -79,15 +79,15 @@ class OverflowExplainer(Observer):
         self.finder = OverflowFinder() if self.always else None
         self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._left_to_watch = 0
-        """Windows until watching ends."""
+        """The number of windows until watching ends."""
         self._in_a_row = 0
-        """Windows that have overflowed."""
+        """The number of windows in a row that have overflowed."""
         self._first_scale = 1.0
-        """Of the first of them."""
+        """The scale of the first window of that row."""
         self._explained: Window | None = None
         """The window that overflowed last."""
         self._explained_together = False
-        """It was explained by all ranks."""
+        """All ranks have explained that window together."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
         self._given_up: tuple[Window | None, bool] = None, False
@@ -96,12 +96,12 @@ class OverflowExplainer(Observer):
 
     @property
     def makes_again(self) -> bool:
-        """Gradients are made again."""
+        """Whether gradients are made again."""
         return self.maker is not None
 
     @property
     def is_everywhere(self) -> bool:
-        """Every rank has the same settings."""
+        """Whether every rank has the same settings."""
         return self.meeting.is_everywhere
 
     @is_everywhere.setter
@@ -153,7 +153,7 @@ class OverflowExplainer(Observer):
             self.recording.restore_statistics()
         state, before, first = self.scaler.read_state(), window.before, window.first_scale
         if window.found_inf and window.retries and before is not None and first is not None:
-            # No lower scale has helped.
+            # No lower scale has helped: the skip halves the first scale, as any other skip.
             state = self.scaler.rule.advance(replace(before, scale=first), True)
         elif window.healed:  # the scale did not fall because it was too large
             state = replace(state, scale=max(self._first_scale, state.scale))
@@ -268,9 +268,10 @@ class OverflowExplainer(Observer):
     def _run_again(
         self, recording: WindowRecording, factor: float | None = None
     ) -> tuple[Origin | None, str]:
-        """On every rank or on none. Returns where it overflowed, or why it could not be run."""
+        """Run the window again, on every rank or on none. Returns where it overflowed, or why it
+        could not run."""
         obstacle = recording.obstacle()
-        if self._stepped is self._explained:  # the present one: another optimizer has stepped in it
+        if self._stepped is self._explained:  # another optimizer has stepped in it
             obstacle = Obstacle.STEPPED
         if self.meeting.is_alone:
             obstacle = Obstacle.ALONE  # and a forward may communicate
@@ -279,9 +280,9 @@ class OverflowExplainer(Observer):
             return None, why
         try:
             return run_again(recording, self.around_backward, factor), ""
-        except Exception as error:  # the model's own, or out of memory; it is logged
+        except Exception as error:  # the model raised it, or memory ran out; the log names it
             if has_ranks() and any(is_sharded(model.parameters()) for model in self.models):
-                raise  # others wait for this one in its forward
+                raise  # other ranks wait for this one in its forward
             return None, Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
 
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
@@ -292,7 +293,7 @@ class OverflowExplainer(Observer):
             self._warn_once(f"heal: {why}. So no module is run in float32. (Logged once.)")
             return
         if self.meeting.first(recording.obstacle()):
-            return  # it cannot be run again, which was logged
+            return  # the window cannot run again, as the log says
 
         def at_scale_1() -> Origin | None:
             found, why = self._run_again(recording, factor=1 / max(scale, 1.0))
@@ -304,7 +305,7 @@ class OverflowExplainer(Observer):
         if found is None:
             healer.window_was_fine()
             return
-        if found.where:  # else it cannot be run again
+        if found.where:  # else the window cannot run again
             window.healed = healer.heal(self.models, found, at_scale_1, self.meeting.any)
         if window.healed and self.meeting.speaks:
             logger.warning(

@@ -51,7 +51,7 @@ class OverflowFinder(ForwardListener):
     def __init__(self) -> None:
         super().__init__()
         self._parameters: Any = WeakTensorKeyDictionary()
-        """parameter -> handle of its hook."""
+        """The handle of the hook on each parameter."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
         self._window = WindowTrace(next(self._numbers))
@@ -158,7 +158,7 @@ class OverflowFinder(ForwardListener):
         return Range.of(grad) if is_seen else None
 
     def _is_listening(self) -> bool:
-        """Not where tensors have no values, or where a range would become part of a program."""
+        """False where tensors have no values, or where a range would become part of a program."""
         return not (torch._C._is_tracing() or is_transformed() or is_capturing())
 
     def _entries(self, value: Any, call: Call, consumes: bool) -> list[Entry]:

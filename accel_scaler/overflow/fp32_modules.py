@@ -223,7 +223,7 @@ def _restore(changes: list[_Change]) -> None:
         if now is cast:
             if not isinstance(tensor, nn.Parameter) and 0 not in tensor.stride():
                 with torch.no_grad():
-                    # Through .data: who saved the buffer for a backward is not to find it changed.
+                    # Through .data, as a backward that has saved the buffer would refuse a change.
                     (tensor if torch.compiler.is_compiling() else tensor.data).copy_(cast)
             where[name] = tensor
         elif isinstance(now, Tensor) and now.dtype is torch.float32:  # assigned in the call

@@ -53,7 +53,8 @@ class WindowGradients:
         self._note(parameters)
 
     def after_backward(self) -> bool:
-        """Call after each backward. Whether it left gradients: FSDP2 may hold them back."""
+        """Call after each backward. Returns whether the backward left gradients: FSDP2 may hold
+        them back."""
         parameters = self.parameters()
         has_given = self._are_changed(parameters)
         self._note(parameters)
@@ -133,7 +134,7 @@ def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """The version counter; 0 of a tensor without one."""
+    """The version counter of a tensor; 0 where it has none."""
     if tensor is None or tensor.is_inference():
         return 0
     # FSDP2 adds to a DTensor's shard, autograd under tensor parallelism to the DTensor.

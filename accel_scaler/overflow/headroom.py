@@ -35,12 +35,13 @@ class Headroom:
             self._seen += [(each, scale) for each in _largest(parameters)]
 
     def has_overflowed(self, parameters: Sequence[Tensor], factor: float) -> None:
-        """These gradients have, when they were ``factor`` times as large. Synchronises."""
+        """Lower the limit: these gradients overflowed when they were ``factor`` times as large.
+        Synchronises."""
         largest = max(map(float, _largest(parameters)), default=math.inf)
         self._limit = min(self._limit, largest * factor)
 
     def level(self) -> float:
-        """The largest since the last call, unscaled. Synchronises."""
+        """The largest gradient since the last call, unscaled. Synchronises."""
         seen, self._seen = [(float(largest), scale) for largest, scale in self._seen], []
         finite = [(x, scale) for x, scale in seen if math.isfinite(x)]
         if any(x >= self._limit for x, _ in finite):

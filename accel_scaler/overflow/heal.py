@@ -24,13 +24,13 @@ MIN_OVERFLOWS = 3
 single batch may do that in a sound model."""
 
 MAX_MODULES = 8
-"""Healed in one window."""
+"""The most modules that are healed in one window."""
 
 MAX_RUNS = 24
-"""Of one window, in search of them."""
+"""The most runs of one window in search of modules to heal."""
 
 MAX_SHARE = 0.5
-"""Of the parameters in float32; beyond it there is little float16 left."""
+"""The largest share of the parameters in float32; beyond it there is little float16 left."""
 
 RunAgain = Callable[[], Origin | None]
 """Runs the window again at scale 1, on every rank. Returns where it overflows."""
@@ -51,7 +51,7 @@ class Healer:
         self._in_a_row = 0
 
     def window_was_fine(self) -> None:
-        """Nothing overflowed, or only because of the scale."""
+        """Call where nothing overflowed, or only because of the scale."""
         self._last, self._in_a_row = "", 0
 
     def heal(
@@ -97,7 +97,7 @@ class Healer:
         run_again: RunAgain,
         any_rank: Callable[[bool], bool],
     ) -> tuple[list[str], str]:
-        """The names of modules that cure it, or why there are none."""
+        """The names of modules that cure the overflow in ``name``, or why there are none."""
         tried: list[str] = []
         runs = 0
         while name and runs < MAX_RUNS and len(tried) < MAX_MODULES:
@@ -134,7 +134,7 @@ class Healer:
 
 
 def _is_in(name: str, other: str) -> bool:
-    """Whether it is the module of the other name, or inside it."""
+    """Whether ``name`` is the module ``other``, or a module inside it."""
     return f"{name}.".startswith(f"{other}.")
 
 
@@ -145,7 +145,7 @@ def _modules_of(models: Sequence[Module], names: Sequence[str]) -> list[Module]:
 
 @contextmanager
 def _in_float32(models: Sequence[Module], names: Sequence[str]) -> Iterator[bool]:
-    """Run these in float32 in the block; gives False where one cannot."""
+    """Run the named modules in float32 in the block. Gives False where one of them cannot."""
     try:
         found = [Fp32Module(module, "") for module in _modules_of(models, names)]
     except UnsupportedError:

@@ -60,7 +60,7 @@ class ForwardListener:
         ]
 
     def _stack(self) -> list[Any]:
-        """Of the forwards that run on this thread."""
+        """The forwards that run on this thread, the innermost last."""
         stack: list[Any] = self._threads.__dict__.setdefault("stack", [])
         return stack
 
@@ -120,7 +120,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
         if is_tensor(leaf):
             return change(leaf)
         if isinstance(leaf, MutableMapping):
-            # Also an output of transformers whose class pytree does not know yet.
+            # transformers registers the class of an output with pytree on its first use only.
             changed = copy.copy(leaf)
             for key, item in leaf.items():
                 changed[key] = map_tensors(item, change)

@@ -31,7 +31,7 @@ from .rerun import as_overflowed, make_again
 logger = logging.getLogger("accel_scaler")
 
 MAX_RETRIES = 16
-"""Of one window; from the usual 65536 that is down to 1."""
+"""The most retries of one window: from the usual scale of 65536 down to 1."""
 
 
 class GradientMaker:
@@ -146,14 +146,15 @@ class GradientMaker:
         factor: float,
         changes_model: bool,
     ) -> str:
-        """Why it has failed on some rank; then these gradients are as after any overflow."""
+        """Make these gradients again. Returns why that has failed on some rank, "" if on none.
+        After a failure the gradients are as after any overflow."""
         given = self.recording, params, self.around_backward, scale, factor, changes_model
         put_back, why = as_overflowed(params, fine), "interrupted"
         try:
             why = self.meeting.first(make_again(*given))
-        except Exception as error:  # the model's own, or out of memory; it is logged
+        except Exception as error:  # the model raised it, or memory ran out; the log names it
             if has_ranks():
-                raise  # others wait for this one in a collective
+                raise  # other ranks wait for this one in a collective
             why = Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
         finally:
             if why:
@@ -183,14 +184,14 @@ class GradientMaker:
         return found, ""
 
     def _is_first(self, window: Window) -> bool:
-        """No optimizer has stepped in it, but for one that this rank has alone."""
+        """Whether no optimizer has stepped in the window, but for one that this rank has alone."""
         known, is_common = window.known, self.scaler.ranks.is_common
         records = [(o, record) for o in self.scaler.managed if (record := known(o)) is not None]
         stepped = [o for o, record in records if record.stage is OptState.STEPPED]
         return not any(not has_ranks() or is_common(optimizer) for optimizer in stepped)
 
     def _is_bad(self, optimizer: Optimizer, stepping: Optimizer) -> bool:
-        """Whether gradients overflowed that nothing has checked yet; no earlier window's."""
+        """Whether unchecked gradients of ``optimizer`` have overflowed in this window."""
         record, params = self.scaler.window.known(optimizer), parameters_of(optimizer)
         ranks = self.scaler.ranks
         is_decided = record is not None and record.stage is not OptState.READY

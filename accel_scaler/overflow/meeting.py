@@ -36,9 +36,9 @@ class Meeting:
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
         self.is_everywhere = False
-        """Every rank has the same settings."""
+        """Whether every rank has the same settings."""
         self.is_together = False
-        """All ranks have the present overflow."""
+        """Whether all ranks have the present overflow."""
         self._device = torch.device("cpu")
 
     def meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
@@ -55,7 +55,7 @@ class Meeting:
 
     @property
     def is_alone(self) -> bool:
-        """There are other ranks, and they are not known to come here."""
+        """Whether there are other ranks, and they are not known to come here."""
         return has_ranks() and not self.is_together
 
     @property

@@ -55,7 +55,7 @@ class Kept(NamedTuple):
     version: int
     requires_grad: bool = False
     source: Output | None = None
-    """The output that the input is, where it is one."""
+    """The output of another forward that this input is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,20 +65,20 @@ class ForwardCall:
     run: weakref.ref[Any]
     """The model, without wrappers other than DDP's; or the method ``compute_loss``."""
     syncs: weakref.WeakSet[DistributedDataParallel]
-    """The wrappers that reduce gradients in its backward."""
+    """The wrappers that reduce gradients in the backward of this forward."""
     device: torch.device
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Kept]
     roots: list[Any]
-    """Where the graphs of its inputs begin: nodes, and the numbers of their outputs."""
+    """Where the graphs of the inputs begin: nodes, and the numbers of their outputs."""
     restore_random_state: Callable[[], None]
     autocast: list[torch.autocast]
     number: int
     """The number of this forward in the run."""
     buffers: list[KeptBuffer]
     backward: Backward | None = None
-    """The backward that has reached it."""
+    """The backward that has reached this forward."""
 
 
 @dataclass(eq=False, slots=True)
@@ -92,7 +92,7 @@ class Output:
     """The last element of the tensor, shape (), to compare."""
     is_root: bool = False
     grad: Kept | None = None
-    """The gradient that came to it, if it is a root."""
+    """The gradient that came to a root."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +105,7 @@ class Backward:
     outputs: list[Output] = field(default_factory=list)
     has_ended: bool = False
     has_given: bool = False
-    """It left gradients on parameters: FSDP2 may hold them back."""
+    """Whether the backward left gradients on parameters: FSDP2 may hold them back."""
 
     @property
     def calls(self) -> list[ForwardCall]:
@@ -162,7 +162,7 @@ class WindowRecording(ForwardListener):
         plain = unwrap(inner)
         is_compiled = isinstance(prepared, torch._dynamo.OptimizedModule)
         hooked = prepared if is_compiled else plain
-        # With autocast in the compiler's wrapper alone it would run without autocast.
+        # With autocast in the compiler's wrapper alone the model would run again without autocast.
         is_outside = "_original_forward" in vars(plain) and "forward" not in vars(plain)
         is_scripted = isinstance(plain, torch.jit.ScriptModule)
         if hooked not in self._modules and not is_outside and not is_scripted:
@@ -327,7 +327,7 @@ class WindowRecording(ForwardListener):
         call: ForwardCall | None = stack.pop() if stack else None
         if call is None or output is None:
             return
-        # Compiled, it computes other numbers.
+        # A compiled model computes other numbers, and runs again uncompiled.
         compares = not isinstance(module, torch._dynamo.OptimizedModule)
         compares = compares and self.gradients is not None
         for number, tensor in enumerate(tensors_in(output)):
@@ -352,7 +352,7 @@ class WindowRecording(ForwardListener):
         if torch.is_grad_enabled():
             self.left_out = Obstacle.DIFFERENTIATED
         if self.left_out or not self.backwards or self.backwards[-1].has_ended:
-            return  # the last: torch.autograd.grad, which gives nothing to parameters
+            return  # outside of a backward it is torch.autograd.grad, which changes no parameter
         backward = self.backwards[-1]
         if call.backward not in (None, backward):
             self.left_out = Obstacle.TWICE
@@ -412,7 +412,7 @@ class WindowRecording(ForwardListener):
         )
 
     def _count(self, size: int) -> None:
-        """Drops all that is kept where it becomes too much."""
+        """Drop the record of the window where it becomes too large."""
         self._bytes += size
         if self._bytes > MAX_BYTES and not self.left_out:
             self._forget()
@@ -448,7 +448,7 @@ def random_state(device: torch.device) -> Callable[[], None]:
 
 
 def last_of(tensor: Tensor) -> Tensor | None:
-    """Its last element, shape (); None where it has none of its own."""
+    """The last element of a tensor, shape (); None where the tensor has none of its own."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
         return None
     return tensor.detach()[(-1,) * tensor.dim()].clone()

@@ -154,7 +154,8 @@ def _forwards(
 
 
 def _forward(call: ForwardCall, made: dict[Output, Tensor], without_ddp: bool) -> list[Tensor]:
-    """All tensors that it returns. ``made``: outputs that it is given with their graph."""
+    """Run a forward again. Returns all tensors in its result. Inputs that are in ``made`` come
+    with their graph."""
     run, args = call.run(), call.args
     assert run is not None
     if without_ddp:  # it is the model, or the argument of a Trainer's ``compute_loss``
@@ -177,7 +178,7 @@ def _without_ddp(value: Any) -> Any:
 
 
 def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> None:
-    """From the roots, which are among ``made``."""
+    """Run a backward from the roots ``seeds``, with these gradients; ``made`` has the tensors."""
     handles, seeds = [], {o: seed for o, seed in seeds.items() if made[o].requires_grad}
     for output, seed in seeds.items():
 
@@ -263,7 +264,7 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._addresses = set(map(_address, parameters))
         self._data = [(p, p.data) for p in parameters]
         self.has_written = False
-        """Something wrote to a parameter; known once that was undone."""
+        """Whether something wrote to a parameter; known once that was undone."""
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -287,7 +288,7 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _address(tensor: Any) -> int:
-    """Of its memory; 0 for a tensor without memory of its own (sharded, quantised, meta)."""
+    """The address of a tensor's memory; 0 where it has none (sharded, quantised, meta)."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return 0
     if tensor.layout is not torch.strided or tensor.is_meta:

@@ -38,7 +38,7 @@ class _Suspect(NamedTuple):
     call: Call
     made: list[Entry]
     is_data: bool = False
-    """The model was given it."""
+    """The model was given that value."""
 
 
 class _MicroBatch:
@@ -50,7 +50,7 @@ class _MicroBatch:
         self.is_loss_finite = all(loss.range.is_finite for loss in self.losses)
 
     def forward(self) -> Origin | None:
-        """The first module that made a non-finite value of finite inputs, if the value got out."""
+        """The origin in the first module that made a non-finite value which got out of it."""
         suspects = self._suspects()
         chosen = next(filter(_spreads, suspects), None)
         if chosen is None and suspects and not self.is_loss_finite:
@@ -58,7 +58,7 @@ class _MicroBatch:
         return None if chosen is None else self._in_forward(chosen)
 
     def _suspects(self) -> list[_Suspect]:
-        """In the forwards that a backward reached, in order."""
+        """The suspects in the forwards that a backward reached, in order."""
         is_loss_finite = self.losses and self.is_loss_finite
         return [
             suspect
@@ -89,7 +89,7 @@ class _MicroBatch:
         return self._origin("forward", call.module, given, made, text)
 
     def loss(self) -> Origin | None:
-        """A loss of finite activations."""
+        """The origin in a loss of finite activations."""
         loss = next((loss for loss in self.losses if not loss.range.is_finite), None)
         if loss is None:
             return None
@@ -101,7 +101,7 @@ class _MicroBatch:
         return Origin("loss", "", loss.dtype, self.micro, None, loss.range.values, text)
 
     def backward(self) -> Origin | None:
-        """The maker of the first non-finite gradient: a module, its own code, or the loss."""
+        """The origin of the first non-finite gradient: a module, its own code, or the loss."""
         gradients = (g for g in self.window.gradients if g.micro == self.micro)
         first = next((g for g in gradients if not g.range.is_finite), None)
         if first is None:
@@ -139,7 +139,7 @@ class _MicroBatch:
         return Origin("loss", "", loss.dtype, self.micro, made, value, text)
 
     def _in_backward(self, call: Call, first: Gradient, before: Call | None = None) -> Origin:
-        """In a module, or with ``before`` in its own code after that one."""
+        """The origin in a module, or with ``before`` in its own code after that call."""
         came, made = self._gradient_at_output(call, first), first.range.values
         after, taker = "", "its input"
         if before is not None:
@@ -152,7 +152,7 @@ class _MicroBatch:
         return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
-        """It was made in code between modules."""
+        """The origin in code between modules."""
         before = self._last_producer(first)
         if before.parent is not None:
             return self._in_backward(before.parent, first, before)
@@ -174,7 +174,7 @@ class _MicroBatch:
         return next((c for c in outer if self._gradient_at_output(c, first) is None), last)
 
     def parameter(self) -> Origin | None:
-        """A parameter's gradient, of finite activations and gradients."""
+        """The origin in a parameter's gradient, of finite activations and gradients."""
         for each in self.window.parameter_gradients:
             if each.micro == self.micro and not each.range.is_finite:
                 text = (

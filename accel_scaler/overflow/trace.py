@@ -65,12 +65,12 @@ class Range:
 
     @property
     def is_masked(self) -> bool:
-        """Its only non-finite value is -inf, as in a masked score."""
+        """Whether -inf is the only non-finite value, as in a masked score."""
         return not self.is_finite and self.values is not None and self.values[1] < math.inf
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether it stands for several gradients (``is_grads_batched``) and has no memory."""
+    """Whether the tensor stands for several gradients (``is_grads_batched``) and has no memory."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
@@ -95,7 +95,7 @@ def _values(tensor: Any) -> Tensor | None:
 
 
 def pair_of(seen: Iterable[Entry | Gradient]) -> Pair | None:
-    """The range of several; NaN wins; None for none at all."""
+    """The range of several entries or gradients; NaN wins; None for none at all."""
     pairs = [each.range.values for each in seen if each.range.values is not None]
     if any(math.isnan(value) for pair in pairs for value in pair):
         return math.nan, math.nan
@@ -146,7 +146,7 @@ class Call:
     parent: Call | None
     forward: Forward
     is_first: bool = True
-    """False: it is the second run of activation checkpointing."""
+    """False in the second run of activation checkpointing."""
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
 
@@ -176,7 +176,7 @@ class Forward:
     events: list[tuple[bool, Call]] = field(default_factory=list)
     """``(is over, call)``, in order of time: a module's forward began, or was over."""
     has_hooks: bool = False
-    """Some tensor in it has a hook for its gradient."""
+    """Whether some tensor in it has a hook for its gradient."""
     got_gradient: bool = False
     size: int = 0
 
@@ -245,7 +245,7 @@ class WindowTrace:
         return made
 
     def add_gradient(self, uses: Uses, range_: Range) -> None:
-        """A gradient came: also to forwards of an earlier window, as a generator's."""
+        """Note a gradient. It may have come to forwards of an earlier window, as a generator's."""
         for call in (*uses.producers, *uses.consumers):
             forward = call.forward
             if forward.window != self.number:

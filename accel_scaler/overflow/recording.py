@@ -349,10 +349,12 @@ class WindowRecording(ForwardListener):
         grad, call = grads[place], output.call
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
-        if torch.is_grad_enabled():
+        # Outside of a backward it is torch.autograd.grad, which leaves no gradient on a parameter.
+        is_outside = not self.backwards or self.backwards[-1].has_ended
+        if torch.is_grad_enabled() and not (is_outside and self.gradients is not None):
             self.left_out = Obstacle.DIFFERENTIATED
-        if self.left_out or not self.backwards or self.backwards[-1].has_ended:
-            return  # outside of a backward it is torch.autograd.grad, which changes no parameter
+        if self.left_out or is_outside:
+            return
         backward = self.backwards[-1]
         if call.backward not in (None, backward):
             self.left_out = Obstacle.TWICE

@@ -348,6 +348,9 @@ def loosely(use: str) -> Backwards:
             loss = loss + 0.01 * model.last.weight.square().sum()
         if use == "features":
             loss = loss + kept[0].square().mean()
+        if use == "gradient penalty":
+            (slope,) = torch.autograd.grad(loss, model.last.weight, create_graph=True)
+            loss = loss + slope.square().mean()
         if use == "by hand":
             accelerator.scaler.scale(loss).backward()
         else:
@@ -368,6 +371,7 @@ def loosely(use: str) -> Backwards:
     [
         ("penalty", "outside of a forward"),
         ("features", "outside of a forward"),
+        ("gradient penalty", "or in a gradient penalty"),
         ("by hand", "made again: no forward of a prepared model, with accelerator.backward()"),
         ("checkpoint", "that no recorded forward gives"),
         ("grad.data", "it was changed"),

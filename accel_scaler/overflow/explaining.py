@@ -99,6 +99,9 @@ class OverflowExplainer(Observer):
         """Whether gradients are made again."""
         return self.maker is not None
 
+    def has_room(self) -> bool:
+        return self.maker is None or self.maker.has_room()
+
     @property
     def is_everywhere(self) -> bool:
         """Whether every rank has the same settings."""

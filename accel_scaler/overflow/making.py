@@ -61,8 +61,6 @@ class GradientMaker:
         self._room = Headroom(scaler.get_growth_interval()) if looks_ahead else None
         self._growth: tuple[Window | None, bool] = None, True
         """The window in which a growth was due last, and whether there was room for it."""
-        if looks_ahead:
-            scaler.has_room = self._has_room
         self._logged: set[str] = set()
 
     def before_check(self) -> None:
@@ -207,11 +205,12 @@ class GradientMaker:
         found = not is_dirty and next(find_nonfinite(gradients_of(params)), None) is not None
         return ranks.agree_on_overflow(found, optimizer, params[0].device)
 
-    def _has_room(self) -> bool:
+    def has_room(self) -> bool:
         """Whether a growth of the scale is worth trying; the same on every rank."""
         if self._growth[0] is self.scaler.window:  # another optimizer has stepped in it
             return self._growth[1]
-        assert self._room is not None
+        if self._room is None:
+            return True
         level = self._room.level() * self.scaler.window_scale * self.scaler.get_growth_factor()
         if has_ranks() and not self.meeting.is_everywhere:
             level = 0.0  # as on ranks that do not look

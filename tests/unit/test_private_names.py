@@ -87,6 +87,7 @@ PUBLIC_PARTS = {
     "_optimizer_": "the start of what torch keeps hooks in, for its own methods",
     "_hooks": "the end of names in the list",
     "_backward": "the end of a name in the list",
+    "_replace": "documented, of a named tuple",
 }
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launching import OURS, run
 
+from accel_scaler.selftest.rows import ROWS
+
 pytestmark = pytest.mark.process
 TEST = [sys.executable, "-m", "accel_scaler", "test", "--device", "cpu", "--num_processes", "2"]
 LAUNCH = [

@@ -6,7 +6,7 @@ import inspect
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -44,11 +44,7 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class GradientReader(Protocol):
-    """What updates an optimizer, perhaps on another thread."""
-
-    @property
-    def reads_beside(self) -> bool:
-        """An unfinished update may read ``.grad``."""
+    """Updates an optimizer, perhaps on another thread."""
 
     def wait_for_gradients(self) -> None:
         """Wait until no update reads ``.grad``: a backward is about to add to it."""
@@ -57,10 +53,10 @@ class GradientReader(Protocol):
 class GradScaler(torch.amp.GradScaler):
     """A drop-in ``torch.amp.GradScaler`` that several threads may use.
 
-    In a plain loop it does what torch's does, call for call and bit for bit, except that a
-    fused optimizer is skipped reliably: torch's CPU kernels apply the update when ``found_inf``
-    is above 1, keep an uninitialised momentum buffer when the first step overflows, and ignore
-    the strides of a gradient.
+    In a plain loop it equals torch's, call for call and bit for bit, except that it skips a
+    fused optimizer reliably: torch's CPU kernels apply the update when ``found_inf`` is above 1,
+    keep an uninitialised momentum buffer when the first step overflows, and ignore the strides
+    of a gradient.
 
     *Threads.* The thread that calls :meth:`scale` first in a window is the training thread; only
     it may call :meth:`update`. Another thread may call :meth:`unscale_` and :meth:`step` on that
@@ -71,18 +67,20 @@ class GradScaler(torch.amp.GradScaler):
     synchronises once, unless the optimizer is fused, on a GPU, and has stepped before.
 
     Args:
-        device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ... None: that of
-            ``torch.accelerator``, else the CPU. A number is ``init_scale``, which comes first in
+        device: device type of the scale: ``"cuda"``, ``"cpu"``, ``"xpu"``, ... None: the type of
+            ``torch.accelerator``, else the CPU. A number is ``init_scale``, the first argument of
             ``torch.cuda.amp.GradScaler``; give the others by name then.
         enabled: False: no scaling; :meth:`step` steps, everything else does nothing.
 
     The other arguments are the fields of :class:`ScalerConfig` with these names.
 
     Raises:
-        ConfigError: an argument out of its range, naming it and what is allowed.
+        ConfigError: an argument out of its range; it names the argument and the range.
     """
 
     _growth_tracker: Tensor | None
+
+    # 1. torch's scaler.
 
     def __init__(
         self,
@@ -114,17 +112,15 @@ class GradScaler(torch.amp.GradScaler):
         self._consecutive_skips = self._spikes = 0
         self._was_loaded = False
         self.skips = SkipStreak(max_consecutive_skips)
-        self.parameter_names = ParameterNames()
         self._make_transient()
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
 
     def _make_transient(self) -> None:
-        """Make what belongs to this process and is not pickled."""
+        """Make the attributes of this process, which are not pickled."""
         self._windows = ThreadWindows()
-        self.ranks = Ranks()
-        """Which ranks have what of the gradients."""
+        self.ranks, self.parameter_names = Ranks(), ParameterNames()
         self._live: Tensor | None = None
         self._mirror = HostMirror()
         self._lock = threading.RLock()
@@ -132,15 +128,15 @@ class GradScaler(torch.amp.GradScaler):
         """Optimizers whose gradients :meth:`get_overflow_flag` reads."""
         self._leaves: list[weakref.ref[Tensor]] = []
         """Until an optimizer is known: the parameters that a backward from the window's outputs
-        reaches. Dropped with it, since torch swaps no parameter that has a weak reference."""
+        reaches. Dropped with the window: torch swaps no parameter that has a weak reference."""
         self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
         self._managed = weakref.WeakKeyDictionary()
-        """Optimizers that a boundary steps, in the order they came, and their steppers."""
+        """Optimizers that a boundary steps, in the order of their arrival, and their steppers."""
 
     # Note [torch's methods in the window of a thread]
     # torch.amp.GradScaler's methods read `_scale` and `_per_optimizer_states`, and assign an empty
-    # dict to the latter where a window is over. Here both are properties: a thread that works on a
-    # window of its own (`ThreadWindows.bound`) sees that window's, every other one the open one's.
+    # dict to the latter where a window ends. Here both are properties: a thread that works on a
+    # window of its own (`ThreadWindows.bound`) reads that window, every other thread the open one.
 
     @property
     def _scale(self) -> Tensor | None:
@@ -164,48 +160,35 @@ class GradScaler(torch.amp.GradScaler):
         if self._live is None:  # Accelerate's FSDP2 calls it again (accelerate #4289)
             super()._lazy_init_scale_growth_tracker(dev)
 
-    # Scaling, unscaling and stepping.
-
     @untraced
     def scale(self, outputs: Any) -> Any:
         """Multiply a tensor, or each of a list, tuple or iterable, by the window's scale. Opens a
-        window if none is open. Returns ``outputs`` itself where scaling is disabled. Does not
-        synchronise, unless a boundary has to look at gradients that an earlier call has left."""
+        window if none is open. Returns ``outputs`` itself where scaling is disabled. Waits for a
+        step that reads gradients on another thread. Does not synchronise, unless a boundary has to
+        look at gradients that an earlier call has left."""
         opens = self._enabled and self._windows.bound is None
         if opens:
             window = self.open_window()
             self._start_over_where_dropped(window)
             window.losses.note(_tensors(outputs))
+            self._wait_for_gradients()
         scaled = super().scale(outputs)
-        if opens:
-            self._wait_before_backward(scaled)
-            if not self._known:
-                self._leaves += map(weakref.ref, leaves_of(_tensors(scaled)))
+        if opens and not self._known:
+            self._leaves += map(weakref.ref, leaves_of(_tensors(scaled)))
         return scaled
 
-    def _wait_before_backward(self, scaled: Any) -> None:
-        """A backward adds to gradients that a step may still be reading: it waits for that step."""
-        steppers = [ref() for ref in self._managed.values()]
-        if not any(stepper is not None and stepper.reads_beside for stepper in steppers):
-            return
-        if not isinstance(scaled, (Tensor, list, tuple)):  # to be scaled one by one, later
-            self._wait_for_gradients()
-        for tensor in _tensors(scaled):
-            if tensor.requires_grad:
-                tensor.register_hook(self._wait_for_gradients)  # type: ignore[no-untyped-call]
-
-    @untraced
-    def _wait_for_gradients(self, _: Tensor | None = None) -> None:
-        for ref in self._managed.values():
+    def _wait_for_gradients(self) -> None:
+        """The backward will add to gradients that a step may still be reading."""
+        for ref in list(self._managed.values()):
             if (stepper := ref()) is not None:
                 stepper.wait_for_gradients()
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients in place by the scale of their window.
+        """Divide the optimizer's gradients in place by the scale of their window, and check them.
 
-        Checks them for inf and NaN on the way. Call it once for each optimizer and window, after
-        all gradients have accumulated. Synchronises only where optimizers share parameters.
+        Call it once for each optimizer and window, after all gradients have accumulated.
+        Synchronises only where optimizers share parameters.
 
         Raises:
             RuntimeError: called twice, or after :meth:`step`, in one window.
@@ -215,25 +198,20 @@ class GradScaler(torch.amp.GradScaler):
             return
         optimizer = self._windows.meant(optimizer)
         with self._lock, self._windows.inside(self._windows.to_step()):
-            self._forbid_unbound(optimizer)
-            self._check_scale_growth_tracker("unscale_")
-            window, record = self._windows.current, self.record_of(optimizer)
-            if self._windows.bound is None:
-                record.forbid_mixture(type(stepped(optimizer)).__name__)
+            window, record = self._windows.current, self._record_to_step(optimizer)
             super().unscale_(optimizer)
-            if window.sealed and record.verdict is not None:
-                record.decide(record.verdict)  # not what this rank finds, or on another stream
+            if window.is_of_job and record.verdict is not None:
+                record.decide(record.verdict)  # of all ranks, and not on another stream
             params = parameters_of(optimizer)
             record.count = len(params)
             if self._managed:
                 window.unscaled.update(map(id, params))
-            self._known.add(stepped(optimizer))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         params = parameters_of(optimizer)
-        # Another optimizer may share some parameters: these are only checked. Synchronises.
+        # Shared parameters that another optimizer has unscaled are only checked. Synchronises.
         if shared := self._windows.current.unscaled_among(params):
             keys = set(map(id, shared))
             params = [p for p in params if id(p) not in keys]
@@ -269,8 +247,6 @@ class GradScaler(torch.amp.GradScaler):
             return result
         optimizer = self._windows.meant(optimizer)
         with self._lock:
-            self._forbid_unbound(optimizer)
-            self._known.add(stepped(optimizer))
             window = self._windows.to_step()
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         try:
@@ -282,22 +258,33 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             self._after_step(optimizer)
 
+    def _record_to_step(self, optimizer: Optimizer) -> OptimizerRecord:
+        """The record of an optimizer that is to be unscaled or stepped in the present window."""
+        with self._lock:
+            window = self._windows.current
+            if window.is_of_job and window.known(optimizer) is None:
+                raise OrderError(
+                    f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
+                    "name every optimizer that the job unscales or steps."
+                )
+            record = window.record(optimizer)
+            if self._windows.bound is None:
+                record.forbid_mixture(type(stepped(optimizer)).__name__)
+            self._known.add(stepped(optimizer))
+            return record
+
     def _before_step(self, optimizer: Optimizer) -> None:
-        window = self._windows.current
-        record = window.known(optimizer)
-        if record is not None and self._windows.bound is None:
-            record.forbid_mixture(type(stepped(optimizer)).__name__)
+        record = self._record_to_step(optimizer)
         if stepped(optimizer) is not optimizer:
-            window.record(optimizer)
             return
-        if record is not None and record.deferred:
+        if record.deferred:
             raise OrderError(
                 f"scaler.step({type(optimizer).__name__}): its gradients were clipped and still "
                 "are scaled, which only the AsyncOptimizer or the prepared optimizer around it "
                 "accounts for. Call that one's step()."
             )
-        is_ready = record is None or record.stage is OptState.READY
-        if is_ready and window.unscaled_among(parameters_of(optimizer)):
+        shared = self._windows.current.unscaled_among(parameters_of(optimizer))
+        if record.stage is OptState.READY and shared:
             self.unscale_(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
@@ -309,20 +296,21 @@ class GradScaler(torch.amp.GradScaler):
                 self.close_window(True)
 
     def _step(self, optimizer: Any, fused: bool, *args: Any, **kwargs: Any) -> float | None:
-        """torch's step, with the skip decided on the host where a fused kernel cannot."""
+        """torch's step, but the host decides on the skip where a fused kernel cannot."""
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
+        record = self.record_of(optimizer)
+        if record.stage is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        is_scaled = state["stage"] is OptState.READY
+        is_scaled = record.stage is OptState.READY
         if is_scaled:
             (self._check_inf_per_device if fused else self.unscale_)(optimizer)
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        if (params or not fused) and not state["found_inf_per_device"]:
+        if (params or not fused) and not record["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        found, on_cpu = self._total_found_inf(state, scale.device), scale.device.type == "cpu"
+        found, on_cpu = self._total_found_inf(record, scale.device), scale.device.type == "cpu"
+        # A kernel that makes its state leaves it uninitialised where it skips.
         on_host = not fused or on_cpu or any(not optimizer.state.get(p) for p in params)
         result: float | None = None
         if on_host and bool(found):
@@ -336,30 +324,163 @@ class GradScaler(torch.amp.GradScaler):
             result = call_fused(optimizer, grad_scale, None if on_host else found, *args, **kwargs)
         else:
             result = optimizer.step(*args, **kwargs)
-        state["stage"] = OptState.STEPPED
+        record.stage = OptState.STEPPED
         return result
 
     @staticmethod
-    def _total_found_inf(state: dict[str, Any], device: torch.device) -> Tensor:
+    def _total_found_inf(record: OptimizerRecord, device: torch.device) -> Tensor:
         """The sum over devices, at most 1: torch's CPU kernels compare with exactly 1.0."""
         total = torch.zeros((), dtype=torch.float32, device=device)
-        for found in state["found_inf_per_device"].values():
+        for found in record["found_inf_per_device"].values():
             total = total + found.to(device, non_blocking=True).reshape(())
         return total.clamp(max=1.0)
 
-    def is_stepping(self, optimizer: Optimizer) -> bool:
-        """Whether this thread is inside :meth:`step` of this optimizer: its verdict is known."""
-        return self._windows.stepping is optimizer
+    @untraced
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Close the window: back off after an overflow, else count towards growth. Synchronises
+        only with ``new_scale``, ``hysteresis`` > 1 or ``max_consecutive_skips``.
+
+        Args:
+            new_scale: the next scale, a number or a one-element tensor; kept within the bounds.
+
+        Raises:
+            ConfigError: ``new_scale`` is no number above 0.
+            OrderError: (a ``RuntimeError``) on another thread than the training thread.
+            AssertionError: before any :meth:`scale`, or nothing was checked in this window.
+            OverflowStreakError: too many skips in a row; the scale has been updated.
+        """
+        if not self._enabled:
+            return
+        with self._lock:
+            self._windows.forbid_other_thread("update")
+            scale, tracker = self._check_scale_growth_tracker("update")
+            if self.window.closed:
+                # A boundary has updated the scale, once for all of its optimizers.
+                self._next_window()
+                if new_scale is None:
+                    return
+            # A step that is still due on another thread divides by this window's scale.
+            self.window.scale = scale.clone()
+            if new_scale is not None:
+                number: Any = new_scale
+                if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+                    number = new_scale.item()
+                if not is_positive(number):
+                    raise ConfigError(
+                        f"new_scale: got {new_scale!r}, expected a number > 0 (float32) or a "
+                        "tensor of one."
+                    )
+                state = self.read_state()
+                self.write_state(replace(state, scale=self.rule.clamp(float(number))))
+                self._next_window()
+                return
+            records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
+            if not records:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            found = [self._total_found_inf(record, scale.device) for record in records]
+            found_inf = torch.stack(found).amax()
+            waits = self._hysteresis > 1 or self.skips.limit is not None
+            if waits or scale.device.type == "cpu":
+                self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
+            else:
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                torch._amp_update_scale_(scale, tracker, found_inf, *factors)
+                if self._min_scale is not None or self._max_scale is not None:
+                    scale.clamp_(self._min_scale, self._max_scale)
+            self._next_window()
+            self.check_skips()
+
+    def get_scale(self) -> float:
+        """The scale as a float, in a bound job the one of the job's window; 1.0 if disabled.
+        Synchronises if the last update ran on the device."""
+        if self._enabled and self._windows.bound is None:
+            return self.read_state().scale
+        return super().get_scale()
+
+    def get_growth_factor(self, up_to_date: bool = False) -> float:
+        """The growth factor; ``up_to_date=True`` waits for every bound job first."""
+        if up_to_date:
+            self._windows.wait_for_jobs()
+        return super().get_growth_factor()
+
+    def get_backoff_factor(self, up_to_date: bool = False) -> float:
+        """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
+        if up_to_date:
+            self._windows.wait_for_jobs()
+        return super().get_backoff_factor()
+
+    def get_growth_interval(self, up_to_date: bool = False) -> int:
+        """The growth interval; ``up_to_date=True`` waits for every bound job first."""
+        if up_to_date:
+            self._windows.wait_for_jobs()
+        return super().get_growth_interval()
+
+    @untraced
+    def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
+        """Whether the gradients of this window hold an inf or a NaN.
+
+        Looks at the gradients of ``optimizers``; without any, of every optimizer this scaler
+        has seen; before it has seen one, of the parameters that the window's outputs lead to.
+        In a bound job the answer is the verdict of :meth:`bind`. Synchronises.
+        """
+        if not self._enabled:
+            return False
+        with self._lock:
+            bound = self._windows.bound
+            seen = [o for o in self._known if bound is None or bound.known(o) is not None]
+            if chosen := optimizers or seen:
+                return any(map(self._has_overflowed, chosen))
+            leaves = (p for ref in self._leaves if (p := ref()) is not None)
+            return any(map(has_nonfinite_gradient, leaves))
+
+    def _has_overflowed(self, optimizer: Optimizer) -> bool:
+        record = self._windows.current.known(optimizer)
+        if record is not None and record["found_inf_per_device"]:
+            return record.found_inf
+        return any(map(has_nonfinite_gradient, parameters_of(optimizer)))
+
+    @untraced
+    def backoff(self, factor: float | None = None) -> None:
+        """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
+
+        For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
+        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is ignored. Zero
+        the gradients, or a boundary rescales its own ones to the new scale. Synchronises.
+
+        Raises:
+            ConfigError: a factor outside (0, 1).
+            OverflowStreakError: too many skips in a row; the scale has been updated.
+        """
+        if not self._enabled:
+            return
+        factor = self._backoff_factor if factor is None else factor
+        if not (is_number(factor) and 0 < factor < 1):
+            raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
+        with self._lock:
+            self._windows.forbid_other_thread("backoff")
+            scale, _ = self._check_scale_growth_tracker("backoff")
+            skipped = not self.window.closed and self.get_overflow_flag()
+            for optimizer in self._known if skipped else ():
+                self._note_skip(optimizer)
+            rule = replace(self.rule, backoff_factor=factor, hysteresis=1)
+            state = rule.advance(self.read_state(), True)
+            skips = self._consecutive_skips + int(skipped)
+            self.window.scale = scale.clone()
+            self.write_state(replace(state, growth_tracker=0, consecutive_skips=skips))
+            self._next_window()
+            self.check_skips()
+
+    # 2. Jobs of other threads.
 
     @untraced
     def bind(self, fn: Callable[[], T], *optimizers: Optimizer) -> Callable[[], T]:
         """Tie ``fn`` to the open window, so that another thread can run it later, once.
 
-        The gradients of ``optimizers`` are checked here, so that an :meth:`update` straight after
-        this has the verdict and never waits. Inside ``fn``, ``unscale_``, ``step``, ``get_scale``
-        work on a window of the job's own, with the scale and the verdict of this one as host
-        numbers. Leave these gradients alone until the job has run. Synchronises with the device,
-        and with the other ranks where they hold different gradients.
+        The gradients of ``optimizers`` are checked here, so that an :meth:`update` right after
+        this call has the verdict. Inside ``fn``, ``unscale_``, ``step`` and ``get_scale`` work on a
+        window of the job's own, with scale and verdict of the open one as host numbers. Leave
+        the gradients alone until the job has run. Synchronises with the device, and with the other
+        ranks where they hold different gradients.
 
         Raises:
             ConfigError: no optimizer given.
@@ -386,75 +507,140 @@ class GradScaler(torch.amp.GradScaler):
                 self._known.add(stepped(optimizer))
             return self._windows.bind(fn, window.for_job(optimizers, self.read_state().scale))
 
-    def _forbid_unbound(self, optimizer: Optimizer) -> None:
-        """Inside a job, only optimizers whose gradients were checked before the hand-over."""
-        bound = self._windows.bound
-        if bound is not None and bound.sealed and bound.known(optimizer) is None:
-            raise OrderError(
-                f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
-                "name every optimizer that the job unscales or steps."
-            )
+    def is_stepping(self, optimizer: Optimizer) -> bool:
+        """Whether this thread is inside :meth:`step` of ``optimizer``, after its check."""
+        return self._windows.stepping is optimizer
 
-    # The scale and its settings.
+    # 3. A boundary, which opens and closes windows for the optimizers that it steps.
 
-    @untraced
-    def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Close the window: back off after an overflow, else count towards growth. Synchronises
-        only with ``new_scale``, ``hysteresis`` > 1 or ``max_consecutive_skips``.
+    @property
+    def window(self) -> Window:
+        """The open window; after a step the last one, until :meth:`scale` opens the next."""
+        return self._windows.open
 
-        Args:
-            new_scale: set the scale to this instead, a number or a one-element tensor; it is kept
-                within the bounds.
+    @property
+    def window_scale(self) -> float:
+        """The scale of :attr:`window`; the boundary's update does not change it."""
+        before = self.window.before
+        return self.get_scale() if before is None else before.scale
 
-        Raises:
-            ConfigError: ``new_scale`` is no number above 0.
-            OrderError: (a ``RuntimeError``) on another thread than the training thread.
-            AssertionError: before any :meth:`scale`, or nothing was checked in this window.
-            OverflowStreakError: too many skips in a row; the scale has been updated.
-        """
-        if not self._enabled:
-            return
+    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
+        """The record of ``optimizer`` in the window that calls on this thread mean."""
+        return self._windows.current.record(optimizer)
+
+    def open_window(self) -> Window:
+        """Return the open window, or open one where the last one was stepped."""
         with self._lock:
-            self._windows.forbid_other_thread("update")
-            scale, tracker = self._check_scale_growth_tracker("update")
             if self.window.closed:
-                # Its boundary has updated the scale, once for all of its optimizers.
                 self._next_window()
-                if new_scale is None:
-                    return
-            # A step still due on another thread divides by what this window was scaled with.
-            self.window.scale = scale.clone()
-            if new_scale is not None:
-                number: Any = new_scale
-                if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
-                    number = new_scale.item()
-                if not is_positive(number):
-                    raise ConfigError(
-                        f"new_scale: got {new_scale!r}, expected a number > 0 (float32) or a "
-                        "tensor of one."
-                    )
-                state = self.read_state()
-                self.write_state(replace(state, scale=self.rule.clamp(float(number))))
-                self._next_window()
-                return
-            records = [r for r in self.window.states.values() if r["found_inf_per_device"]]
-            if not records:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            verdicts = [record.verdict for record in records]
-            found_inf: Tensor | bool = any(verdicts)
-            if None in verdicts:  # the host does not know yet
-                found = [self._total_found_inf(record, scale.device) for record in records]
-                found_inf = torch.stack(found).amax()
-            waits = self._hysteresis > 1 or self.skips.limit is not None
-            if isinstance(found_inf, bool) or waits or scale.device.type == "cpu":
-                self.write_state(self.rule.advance(self.read_state(), bool(found_inf)))
+            if self.window.opened_by is None:
+                self.window.opened_by = threading.get_ident()
+            return self.window
+
+    def close_window(
+        self, found_inf: bool, is_spike: bool = False, has_room: Callable[[], bool] = always
+    ) -> None:
+        """Update the scale at the end of the open window, before its optimizers step.
+
+        Call it for each optimizer of the window. Each call starts from the state before the window,
+        with all verdicts so far, so that a window updates the scale once. :meth:`unscale_` keeps
+        dividing by the window's own scale. A spike does not move the scale. ``has_room`` is asked
+        where growth is due. Synchronises only where gradients were unscaled by hand.
+        """
+        with self._lock:
+            window = self.window
+            if window.before is None:
+                window.scale = None if self._live is None else self._live.clone()
+                window.before = self.read_state()
+            # Other optimizers may have been unscaled or stepped by hand.
+            window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
+            window.is_spike |= is_spike
+            before = window.before
+            if window.is_spike and not window.found_inf:
+                self.write_state(replace(before, spikes=before.spikes + 1))
             else:
-                factors = self._growth_factor, self._backoff_factor, self._growth_interval
-                torch._amp_update_scale_(scale, tracker, found_inf, *factors)
-                if self._min_scale is not None or self._max_scale is not None:
-                    scale.clamp_(self._min_scale, self._max_scale)
+                rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # to count skips
+                self.write_state(rule.advance(before, window.found_inf, has_room))
+
+    def abandon_window(self) -> None:
+        """Give up the open window, if any. Zero all gradients before the next :meth:`scale`."""
+        with self._lock:
             self._next_window()
-            self.check_skips()
+
+    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
+        """Let a boundary step this optimizer; both are held weakly. Synchronises with the device
+        where there are gradients and no loss was scaled."""
+        self._known.add(optimizer)
+        is_new = optimizer not in self._managed
+        self._managed[optimizer] = weakref.ref(stepper)
+        # In an open window its gradients are taken to be scaled.
+        if is_new and (self.window.opened_by is None or self.window.closed):
+            why = "had gradients before it was given to this scaler, not scaled by it"
+            self._mark_carried_over(optimizer, why)
+
+    def release(self, *optimizers: Optimizer) -> None:
+        """End :meth:`manage`."""
+        for optimizer in optimizers:
+            self._managed.pop(optimizer, None)
+
+    @property
+    def managed(self) -> list[Optimizer]:
+        """Optimizers that a boundary steps, in the order of their arrival, as on every rank."""
+        return list(self._managed)
+
+    def _note_skip(self, optimizer: Optimizer) -> None:
+        if self.skips.wants_names(self._consecutive_skips + self._spikes):
+            params = filter(has_nonfinite_gradient, parameters_of(optimizer))
+            self.skips.names.update(self.parameter_names.of(params, optimizer))
+
+    def check_skips(self, cause: Callable[[], str] = str) -> None:
+        """Raise ``OverflowStreakError`` if the run of skips is over its limit. ``cause`` returns a
+        text on where the overflows begin and on the cure; "" where these are not known."""
+        skips = self._consecutive_skips + self._spikes
+        self.skips.check(skips, self.get_scale if self._enabled else None, cause)
+
+    def _next_window(self) -> None:
+        """Leave the window. Gradients that were not stepped in it are rescaled to the next scale,
+        or marked where that is not possible."""
+        left = self._windows.next()
+        self._leaves = []
+        self.parameter_names.next_window()
+        scaled: list[Optimizer] = []
+        for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
+            if why:
+                self._mark_carried_over(optimizer, why)
+            elif any(p.grad is not None for p in parameters_of(optimizer)):
+                scaled.append(optimizer)
+                self.window.record(optimizer).is_carried = True
+        if not scaled:
+            return
+        now = self.read_state().scale
+        before = now if left.scale is None else float(left.scale)
+        if now != before:
+            # A gradient that another optimizer has stepped is zero: else this one were marked.
+            params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
+            multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
+
+    def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
+        """Let the next window refuse these gradients, unless they are zeroed first."""
+        if self._enabled and not Snapshot(parameters_of(optimizer)).is_zero:
+            self.window.record(optimizer).carried_over = why
+
+    def _start_over_where_dropped(self, window: Window) -> None:
+        """Forget optimizers whose unscaled gradients are gone or zero on every rank: a script has
+        dropped the batch after a look at its norm. Remember the unscaled gradients of the others,
+        since a backward may not add scaled ones to them. Only a boundary's optimizers are seen."""
+        for optimizer in self.managed:
+            record, params = window.known(optimizer), parameters_of(optimizer)
+            if record is not None and record.carried_over and Snapshot(params).is_zero:
+                record.carried_over = ""
+            if record is not None and record.stage is OptState.UNSCALED:
+                before = record.unscaled_before = Snapshot(params)
+                is_left, device = not before.is_zero, params[0].device
+                if not self.ranks.agree_on_overflow(is_left, optimizer, device):
+                    window.forget(optimizer)
+
+    # 4. State.
 
     @property
     def rule(self) -> Rule:
@@ -470,12 +656,12 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def has_begun(self) -> bool:
-        """Whether its scale comes from training: it has scaled a loss, or loaded a state."""
+        """Whether the scale comes from training: a loss was scaled, or a state loaded."""
         return self._live is not None or self._was_loaded
 
     @untraced
     def read_state(self) -> ScaleState:
-        """Scale and counters on the host, any thread. Synchronises if the device has newer ones."""
+        """Scale and counters, on any thread. Synchronises if the last update ran on the device."""
         with self._lock:
             if not self._enabled:
                 return ScaleState(1.0, 0, self._consecutive_skips, self._spikes)
@@ -498,230 +684,9 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 self._mirror.write(live, tracker, (state.scale, state.growth_tracker))
 
-    def get_scale(self) -> float:
-        """The scale as a float; 1.0 if disabled; in a bound job, its window's. Synchronises if the
-        last update ran on the device."""
-        if self._enabled and self._windows.bound is None:
-            return self.read_state().scale
-        return super().get_scale()
-
-    @property
-    def window_scale(self) -> float:
-        """The scale of :attr:`window`, as it was before a boundary updated it."""
-        before = self.window.before
-        return self.get_scale() if before is None else before.scale
-
-    def _get_growth_tracker(self) -> int:
-        return self.read_state().growth_tracker if self._enabled else 0
-
-    def get_growth_factor(self, up_to_date: bool = False) -> float:
-        """The growth factor; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
-        return super().get_growth_factor()
-
-    def get_backoff_factor(self, up_to_date: bool = False) -> float:
-        """The back-off factor; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
-        return super().get_backoff_factor()
-
-    def get_growth_interval(self, up_to_date: bool = False) -> int:
-        """The growth interval; ``up_to_date=True`` waits for every bound job first."""
-        if up_to_date:
-            self._windows.wait_for_jobs()
-        return super().get_growth_interval()
-
-    # Overflow.
-
-    @untraced
-    def get_overflow_flag(self, *optimizers: Optimizer) -> bool:
-        """Whether the gradients of this window hold an inf or a NaN.
-
-        Looks at the gradients of ``optimizers``; without any, of every optimizer this scaler
-        has seen; before it has seen one, of the parameters that the window's outputs lead to.
-        In a bound job the verdict is the one taken by :meth:`bind`. Synchronises.
-        """
-        if not self._enabled:
-            return False
-        with self._lock:
-            chosen = optimizers or self._known_here()
-            leaves = [] if chosen else [p for ref in self._leaves if (p := ref()) is not None]
-            overflowed = any(map(self._has_overflowed, chosen))
-            return overflowed or any(map(has_nonfinite_gradient, leaves))
-
-    def _known_here(self) -> Sequence[Optimizer]:
-        """Optimizers that were seen; in a bound job, those that it was bound with."""
-        bound = self._windows.bound
-        return [o for o in self._known if bound is None or bound.known(o) is not None]
-
-    def _has_overflowed(self, optimizer: Optimizer) -> bool:
-        record = self._windows.current.known(optimizer)
-        if record is not None and record["found_inf_per_device"]:
-            return record.found_inf
-        return any(map(has_nonfinite_gradient, parameters_of(optimizer)))
-
-    @untraced
-    def backoff(self, factor: float | None = None) -> None:
-        """Multiply the scale by ``factor`` (default: the back-off factor) and end the window.
-
-        For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
-        skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is ignored. Zero
-        the gradients: those that a boundary steps are else rescaled to the new scale. Synchronises.
-
-        Raises:
-            ConfigError: a factor outside (0, 1).
-            OverflowStreakError: too many skips in a row; the scale has been updated.
-        """
-        if not self._enabled:
-            return
-        factor = self._backoff_factor if factor is None else factor
-        if not (is_number(factor) and 0 < factor < 1):
-            raise ConfigError(f"backoff: got factor={factor!r}, expected a number in (0, 1).")
-        with self._lock:
-            self._windows.forbid_other_thread("backoff")
-            scale, _ = self._check_scale_growth_tracker("backoff")
-            skipped = not self.window.closed and self.get_overflow_flag()
-            for optimizer in self._known_here() if skipped else ():
-                self._note_skip(optimizer)
-            rule = replace(self.rule, backoff_factor=factor, hysteresis=1)
-            state = rule.advance(self.read_state(), True)
-            skips = self._consecutive_skips + int(skipped)
-            self.window.scale = scale.clone()
-            self.write_state(replace(state, growth_tracker=0, consecutive_skips=skips))
-            self._next_window()
-            self.check_skips()
-
-    def _note_skip(self, optimizer: Optimizer) -> None:
-        if self.skips.wants_names(self._consecutive_skips + self._spikes):
-            params = filter(has_nonfinite_gradient, parameters_of(optimizer))
-            self.skips.names.update(self.parameter_names.of(params, optimizer))
-
-    def check_skips(self, cause: Callable[[], str] = str) -> None:
-        """Raise ``OverflowStreakError`` if the run of skips is over its limit; ``cause`` says where
-        the overflows begin and what helps, "" where that is not known."""
-        skips = self._consecutive_skips + self._spikes
-        self.skips.check(skips, self.get_scale if self._enabled else None, cause)
-
-    # Windows, as a boundary opens and closes them for the optimizers that it steps.
-
-    @property
-    def window(self) -> Window:
-        """The open window, or the last one until :meth:`scale` opens the next."""
-        return self._windows.open
-
-    def record_of(self, optimizer: Optimizer) -> OptimizerRecord:
-        """What is known of ``optimizer`` in the window that calls on this thread mean."""
-        return self._windows.current.record(optimizer)
-
-    def open_window(self) -> Window:
-        """The open window; a new one if the last one was stepped."""
-        with self._lock:
-            if self.window.closed:
-                self._next_window()
-            if self.window.opened_by is None:
-                self.window.opened_by = threading.get_ident()
-            return self.window
-
-    def close_window(
-        self, found_inf: bool, is_spike: bool = False, has_room: Callable[[], bool] = always
-    ) -> None:
-        """Update the scale for the open window, before its optimizers step.
-
-        Call it again for each further optimizer of the window: the update starts over from
-        where the window began, with all verdicts so far, so that a window updates the scale
-        once. :meth:`unscale_` keeps dividing by the window's own scale. A spike moves no scale, and
-        a disabled one stays 1. Where growth is due, ``has_room`` is asked. Synchronises only where
-        others were unscaled by hand.
-        """
-        with self._lock:
-            window = self.window
-            if window.before is None:
-                window.scale = None if self._live is None else self._live.clone()
-                window.before = self.read_state()
-            # The verdicts of others too, which may have been unscaled or stepped by hand.
-            window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
-            window.is_spike |= is_spike
-            before = window.before
-            if window.is_spike and not window.found_inf:
-                self.write_state(replace(before, spikes=before.spikes + 1))
-            else:
-                rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # it counts skips alone
-                self.write_state(rule.advance(before, window.found_inf, has_room))
-
-    def abandon_window(self) -> None:
-        """Give up the open window, if any. Zero its gradients before the next :meth:`scale`."""
-        with self._lock:
-            self._next_window()
-
-    def manage(self, optimizer: Optimizer, stepper: GradientReader) -> None:
-        """Let a boundary step this optimizer; both are held weakly. Synchronises with the device
-        where there are gradients and no loss was scaled."""
-        self._known.add(optimizer)
-        is_new = optimizer not in self._managed
-        self._managed[optimizer] = weakref.ref(stepper)
-        if is_new and (self.window.opened_by is None or self.window.closed):  # else they are of it
-            why = "had gradients before it was given to this scaler, not scaled by it"
-            self._mark_carried_over(optimizer, why)
-
-    def release(self, *optimizers: Optimizer) -> None:
-        """End :meth:`manage`."""
-        for optimizer in optimizers:
-            self._managed.pop(optimizer, None)
-
-    @property
-    def managed(self) -> list[Optimizer]:
-        """Optimizers that a boundary steps, in the order they came: the same on every rank."""
-        return list(self._managed)
-
-    def _next_window(self) -> None:
-        """Leave the window; rescale gradients that were not stepped in it to the next scale."""
-        left = self._windows.next()
-        self._leaves = []
-        self.parameter_names.next_window()
-        scaled: list[Optimizer] = []
-        for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
-            if why:
-                self._mark_carried_over(optimizer, why)
-            elif any(p.grad is not None for p in parameters_of(optimizer)):
-                scaled.append(optimizer)
-                self.window.record(optimizer).is_carried = True
-        if not scaled:
-            return
-        before = now = self.read_state().scale
-        if left.before is not None:
-            before = left.before.scale
-        elif left.scale is not None:
-            before = float(left.scale)
-        if now != before:
-            # Those that others have stepped are zero, or their optimizer would be marked.
-            params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
-            multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
-
-    def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
-        """Let the next window refuse to add to these gradients, unless they are zeroed first."""
-        if self._enabled and not Snapshot(parameters_of(optimizer)).is_zero:
-            self.window.record(optimizer).carried_over = why
-
-    def _start_over_where_dropped(self, window: Window) -> None:
-        """Forget optimizers whose unscaled gradients are gone or zero (a batch was dropped after a
-        look at its norm), on every rank alike. Remember those of the others: no scaled gradients
-        may be added to them. Without a boundary that is left to the caller, as in torch."""
-        for optimizer in self.managed:
-            record, params = window.known(optimizer), parameters_of(optimizer)
-            if record is not None and record.carried_over and Snapshot(params).is_zero:
-                record.carried_over = ""
-            if record is not None and record.stage is OptState.UNSCALED:
-                before = record.unscaled_before = Snapshot(params)
-                is_left, device = not before.is_zero, params[0].device
-                if not self.ranks.agree_on_overflow(is_left, optimizer, device):
-                    window.forget(optimizer)
-
-    # State.
-
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries and ``_consecutive_skips``; {} if disabled. Plain numbers. torch's
-        own scaler loads it too. Synchronises if the last update ran on the device."""
+        """torch's five entries and ``_consecutive_skips``, plain numbers that torch's own scaler
+        loads, too; {} if disabled. Synchronises."""
         state = super().state_dict()
         if self._enabled:
             state["_consecutive_skips"] = self._consecutive_skips
@@ -768,7 +733,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is known of a window that has been stepped may be left behind.
+        # torch pickles no records of optimizers; the ones of a stepped window are not needed.
         with self._windows.inside(Window() if self.window.closed else None):
             state = super().__getstate__()
         made = GradScaler.__new__(GradScaler)
@@ -801,7 +766,7 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 def nothing_found(optimizer: Optimizer) -> Tensor | None:
     """``found_inf`` for finite gradients: None for torch's own optimizers, whose kernels then save
-    a pass; for others the zero that torch's scaler gives them, float32, shape ()."""
+    a pass; for others a zero, float32, shape (), as from torch's scaler."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return None
     params = parameters_of(optimizer)
@@ -811,8 +776,8 @@ def nothing_found(optimizer: Optimizer) -> Tensor | None:
 def call_fused(
     optimizer: Any, grad_scale: Tensor | None, found_inf: Tensor | None, *args: Any, **kwargs: Any
 ) -> float | None:
-    """``optimizer.step(*args, **kwargs)``, gradients divided by ``grad_scale`` and the update left
-    out where ``found_inf`` is 1; both float32, shape (), or None."""
+    """Call ``optimizer.step(*args, **kwargs)`` of a fused optimizer, which divides gradients by
+    ``grad_scale`` and does nothing where ``found_inf`` is 1; both float32, shape (), or None."""
     if found_inf is None:
         found_inf = nothing_found(optimizer)
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf

@@ -16,17 +16,14 @@ MAX_NAMES = 5
 
 
 class ParameterNames:
-    """Names parameters. It holds the modules weakly; a pickle of it knows none."""
+    """Names parameters. It holds the modules weakly."""
 
     def __init__(self) -> None:
         self.version = 0
         """Grows with each module that is added."""
         self._modules: list[weakref.ref[Module]] = []
         self._found: dict[int, str] | None = None
-        """What :meth:`by_id` has found in this window; None: it has not looked yet."""
-
-    def __reduce__(self) -> tuple[type[ParameterNames], tuple[()]]:
-        return ParameterNames, ()
+        """The names that :meth:`by_id` has found in this window; None before its first call."""
 
     def next_window(self) -> None:
         """Modules may be changed between windows: look again."""
@@ -40,13 +37,13 @@ class ParameterNames:
             self.version += 1
 
     def parameters(self) -> list[Tensor]:
-        """Those of all known modules, each once; without lazy ones that no forward has made yet."""
+        """The parameters of all modules, each once, but no lazy ones before their first forward."""
         modules = [module for ref in self._modules if (module := ref()) is not None]
         found = {id(p): p for module in modules for p in module.parameters() if not is_lazy(p)}
         return list(found.values())
 
     def of(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
-        """A name for each parameter, once: the module's, the optimizer's, or place and shape."""
+        """A name for each parameter, once: from its module or optimizer, else place and shape."""
         if not (wanted := {id(p): p for p in params}):
             return []
         found = dict(self.by_id())
@@ -61,8 +58,8 @@ class ParameterNames:
         ]
 
     def by_id(self) -> dict[int, str]:
-        """``id(parameter)`` -> name, of all known modules in their order. A name that two modules
-        have gets its module's class and number before it."""
+        """``id(parameter)`` -> name, in the order of the modules. A name that two modules have gets
+        the class and the number of its module before it."""
         if self._found is not None:
             return self._found
         modules = [module for ref in self._modules if (module := ref()) is not None]

@@ -1,17 +1,17 @@
-"""Which ranks have what of an optimizer's gradients, and so which of them come to a collective.
+"""The share of each rank in an optimizer's gradients, and so the ranks that come to a collective.
 
 Note [Who comes to a collective]
 --------------------------------
 A collective hangs where a rank does not come, so each is entered only where :class:`Ranks` knows
-that all do. All run on the training thread, in program order.
+that all ranks come. All collectives run on the training thread, in program order.
 
 | Collective | Entered | Who comes, and why |
 |---|---|---|
-| ``agree_on_overflow`` | by a check of ``PARTS``; by ``scale()`` after these were unscaled | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; within ``Join``, where one may run out of inputs, refused |
+| ``agree_on_overflow`` | by a check of ``PARTS``; by ``scale()`` after these were unscaled | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; refused within ``Join``, where a rank may run out of inputs |
 | ``add_norms`` | for the spike guard, with ``sharded=True`` | all, as for the check just before |
 | ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor |
 | ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
-| ``gather_objects`` of what explains an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
+| ``gather_objects`` of findings about an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
 | ``gather_objects`` of the scales | as ``accelerator.join_uneven_inputs`` ends, in fp16 | all: ``Join`` ends for all of them together |
 
 Nothing is sent where the scale grows: under DDP each rank looks at the same gradients.
@@ -20,6 +20,7 @@ Nothing is sent where the scale grows: under DDP each rank looks at the same gra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,14 +38,28 @@ from .gradients import gradients_of, parameters_of
 
 
 class Share(Enum):
-    """What this rank has of an optimizer's gradients in the present window."""
+    """This rank's share in an optimizer's gradients of the present window."""
 
     ALONE = auto()
-    """Gradients of its own, as far as is known. No rank waits for another one."""
+    """Gradients of this rank alone, as far as is known. No rank waits for another one."""
     SAME = auto()
-    """The same gradients as every rank: DDP has reduced them."""
+    """The same gradients as on every rank: DDP has reduced them."""
     PARTS = auto()
     """A part of them. Ranks agree on each verdict."""
+
+
+@dataclass
+class _Reduction:
+    """The last reduction of a wrapper of DDP's."""
+
+    keys: frozenset[int]
+    """The ``id`` of each parameter that the reducer has, and so keeps alive."""
+    stats: list[int]
+    """The reducer's own times of that reduction."""
+    number: int = 0
+    """The number of its backward; 0 before the first one."""
+    grads: list[tuple[int, int]] | None = None
+    """``id`` and version of each gradient after it; None once another backward adds to them."""
 
 
 class Ranks:
@@ -60,47 +75,35 @@ class Ranks:
     """Every wrapper of DDP was given to :meth:`watch`."""
 
     def __init__(self) -> None:
-        self._reduced: WeakKeyDictionary[DistributedDataParallel, frozenset[int]]
-        self._reduced = WeakKeyDictionary()
-        """DDP's wrappers, and the ``id`` of each parameter that the reducer has, and so keeps."""
-        self._stats: WeakKeyDictionary[DistributedDataParallel, list[int]] = WeakKeyDictionary()
-        """What the reducer noted of the last backward that it reduced."""
-        self._grads: WeakKeyDictionary[DistributedDataParallel, list[tuple[int, int]]]
-        self._grads = WeakKeyDictionary()
-        """The gradients as that backward left them; not there: another one has added to them."""
-        self._numbers: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
-        """The number of that backward."""
+        self._reduced: WeakKeyDictionary[DistributedDataParallel, _Reduction] = WeakKeyDictionary()
         self._number = 0
+        """The number of backwards that were reduced."""
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """The number of the last such backward before each optimizer's last step."""
+        """That number at each optimizer's last step."""
 
     def watch(self, model: Module) -> None:
         """Know a prepared model."""
         if isinstance(model, DistributedDataParallel) and model not in self._reduced:
             named, ignored = model.module.named_parameters(), model.parameters_to_ignore
             keys = (id(p) for name, p in named if p.requires_grad and name not in ignored)
-            self._reduced[model] = frozenset(keys)
-            self._stats[model] = list(model.reducer.get_backward_stats())
+            stats = list(model.reducer.get_backward_stats())
+            self._reduced[model] = _Reduction(frozenset(keys), stats)
 
     def backward_ended(self) -> None:
-        """See which wrappers have reduced. Not each backward is: of several that follow one
-        forward only the first, none under ``no_sync``, and none that passes by the wrapper. The
-        reducer notes times of each one that it reduces."""
-        for wrapper in self._reduced:
+        """See which wrappers have reduced. Some backwards are not reduced: after one forward all
+        but the first, those under ``no_sync``, and those that pass by the wrapper."""
+        for wrapper, last in self._reduced.items():
+            # The reducer notes times of each backward that it reduces.
             stats = list(wrapper.reducer.get_backward_stats())
-            if stats != self._stats[wrapper]:
+            grads = [(id(g), g._version) for g in gradients_of(wrapper.module.parameters())]
+            if stats != last.stats:
                 self._number += 1
-                self._numbers[wrapper], self._stats[wrapper] = self._number, stats
-                self._grads[wrapper] = self._gradients(wrapper)
-            elif self._grads.get(wrapper) != self._gradients(wrapper):
-                self._grads.pop(wrapper, None)
-
-    def _gradients(self, wrapper: DistributedDataParallel) -> list[tuple[int, int]]:
-        grads = gradients_of(wrapper.module.parameters())
-        return [(id(grad), grad._version) for grad in grads]
+                last.number, last.stats, last.grads = self._number, stats, grads
+            elif grads != last.grads:
+                last.grads = None
 
     def step_ended(self, optimizer: Optimizer) -> None:
-        """It has stepped, or was skipped."""
+        """The optimizer has stepped, or was skipped."""
         self._steps[optimizer] = self._number
 
     @property
@@ -109,30 +112,28 @@ class Ranks:
         return any(map(_is_uneven, self._reduced))
 
     def has_parts(self, optimizer: Optimizer) -> bool:
-        """Whether ranks have parts of its gradients."""
+        """Whether ranks have parts of the optimizer's gradients."""
         return self.sharded or is_sharded(parameters_of(optimizer))
 
     def share(self, optimizer: Optimizer) -> Share:
-        """What this rank has of the optimizer's gradients, which are due to be stepped."""
+        """This rank's share in the optimizer's gradients, which are due to be stepped."""
         if self.has_parts(optimizer):
             return Share.PARTS
         last = self._steps.get(optimizer, 0)
         wrappers = [
             wrapper
-            for wrapper in self._grads
-            if self._numbers[wrapper] > last
-            and is_worldwide(wrapper)
-            and _averages(wrapper)
-            and not _is_uneven(wrapper)
+            for wrapper, reduction in self._reduced.items()
+            if reduction.grads is not None and reduction.number > last
+            if is_worldwide(wrapper) and _averages(wrapper) and not _is_uneven(wrapper)
         ]
         return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
 
     def is_common(self, optimizer: Optimizer) -> bool:
-        """Whether every rank has this optimizer: its parameters are DTensors, or DDP's."""
+        """Whether every rank has this optimizer: all parameters are DTensors, or DDP's."""
         return self.has_parts(optimizer) or not self._outside(self._reduced, optimizer)
 
     def own(self, optimizer: Optimizer) -> list[Tensor]:
-        """The optimizer's parameters that this rank has alone, beside a model of DDP's."""
+        """The optimizer's parameters that only this rank has, beside a model of DDP's."""
         if self.has_parts(optimizer) or not (self._reduced and self.knows_all):
             return []
         return self._outside(self._reduced, optimizer)
@@ -140,19 +141,19 @@ class Ranks:
     def _outside(
         self, wrappers: Iterable[DistributedDataParallel], optimizer: Optimizer
     ) -> list[Tensor]:
-        reduced = frozenset[int]().union(*(self._reduced[wrapper] for wrapper in wrappers))
+        reduced = frozenset[int]().union(*(self._reduced[wrapper].keys for wrapper in wrappers))
         return [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in reduced]
 
     def all_have(self, optimizer: Optimizer) -> bool:
         """Whether every rank is known to have this one's verdict on the optimizer's gradients, and
-        so comes where that is dealt with. False without other ranks."""
+        so comes to a collective about it. False without other ranks."""
         share = self.share(optimizer) if has_ranks() else Share.ALONE
         if share is Share.PARTS:
             return self._groups(optimizer) == [None]
         return share is Share.SAME
 
     def _groups(self, optimizer: Optimizer) -> list[Any]:
-        """The groups that have parts of its gradients; None is that of all ranks."""
+        """The groups of ranks that have parts of its gradients; None is the group of all ranks."""
         if self.sharded:
             return [None]
         meshes = _meshes(parameters_of(optimizer))
@@ -163,8 +164,8 @@ class Ranks:
     def agree_on_overflow(
         self, found_inf: bool, optimizer: Optimizer, device: torch.device
     ) -> bool:
-        """Whether any rank found an overflow in the optimizer's gradients; ``found_inf``: whether
-        this one did.
+        """Whether any rank found an overflow in the optimizer's gradients; ``found_inf``: this
+        rank's own answer.
 
         For ``PARTS`` this communicates on ``device``, and synchronises with it and the other ranks.
         Else nothing is sent: DDP's all-reduce has brought an inf or NaN of one rank into every

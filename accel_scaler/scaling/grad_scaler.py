@@ -171,17 +171,13 @@ class GradScaler(torch.amp.GradScaler):
             window = self.open_window()
             self._start_over_where_dropped(window)
             window.losses.note(_tensors(outputs))
-            self._wait_for_gradients()
+            for ref in list(self._managed.values()):  # a step may still read the gradients
+                if (stepper := ref()) is not None:
+                    stepper.wait_for_gradients()
         scaled = super().scale(outputs)
         if opens and not self._known:
             self._leaves += map(weakref.ref, leaves_of(_tensors(scaled)))
         return scaled
-
-    def _wait_for_gradients(self) -> None:
-        """The backward will add to gradients that a step may still be reading."""
-        for ref in list(self._managed.values()):
-            if (stepper := ref()) is not None:
-                stepper.wait_for_gradients()
 
     @untraced
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -462,11 +458,10 @@ class GradScaler(torch.amp.GradScaler):
             skipped = not self.window.closed and self.get_overflow_flag()
             for optimizer in self._known if skipped else ():
                 self._note_skip(optimizer)
-            rule = replace(self.rule, backoff_factor=factor, hysteresis=1)
-            state = rule.advance(self.read_state(), True)
-            skips = self._consecutive_skips + int(skipped)
             self.window.scale = scale.clone()
-            self.write_state(replace(state, growth_tracker=0, consecutive_skips=skips))
+            state = self.read_state()
+            lower, skips = self.rule.clamp(state.scale * factor), state.consecutive_skips + skipped
+            self.write_state(ScaleState(lower, 0, skips, state.spikes))
             self._next_window()
             self.check_skips()
 

@@ -12,15 +12,15 @@ from ..devices import new_event, present_stream
 from .gradients import local
 
 MAX_LOSSES = 1024
-"""Losses of one window that are remembered."""
+"""The most losses of one window that are remembered."""
 
 
 class Losses:
-    """What was scaled in one window. Keeps no graph alive."""
+    """The losses of one window. Keeps no graph alive."""
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
-        """Each loss, shape (); for a shard, or what is no single real number: is it finite?"""
+        """Each loss, shape (); for a shard, or anything but one real number, is it finite?"""
         self._are_numbers = True
         self._sent: tuple[Tensor, Any] | None = None
         """Pinned memory, and the event after which the sum of the losses is in it."""
@@ -40,7 +40,7 @@ class Losses:
             self._values.append(value.reshape(()))
 
     def bad(self) -> int:
-        """How many are inf or NaN. Synchronises."""
+        """The number of losses that are inf or NaN. Synchronises."""
         return sum(
             not bool(value if value.dtype is torch.bool else torch.isfinite(value))
             for value in self._values
@@ -56,9 +56,9 @@ class Losses:
 
     def total(self) -> float | None:
         """The loss whose gradient the window has: the sum of all, on this rank. Accelerate divides
-        each by ``gradient_accumulation_steps``, so in a full window the sum is the mean over the
-        micro-batches. Waits for the copy that :meth:`send` began; else synchronises. None without a
-        loss, with one that is no single real number, or with more than ``MAX_LOSSES``."""
+        each loss by ``gradient_accumulation_steps``, so in a full window the sum is the mean over
+        micro-batches. None without a loss, with a loss that is not one real number, or with more
+        than ``MAX_LOSSES``. Waits for the copy of :meth:`send`; without one it synchronises."""
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()
@@ -69,8 +69,8 @@ class Losses:
         return float(sum(numbers))
 
     def send(self) -> None:
-        """Copy the sum to the host, so that reading it later waits for nothing that is enqueued
-        after this call. Does not synchronise."""
+        """Begin to copy the sum to the host, so that :meth:`total` does not wait for operations
+        that are enqueued after this call. Does not synchronise."""
         devices = {value.device for value in self._values}
         if len(devices) != 1 or not self._are_numbers:
             return

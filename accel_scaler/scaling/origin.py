@@ -1,4 +1,4 @@
-"""Where an overflow began, as the window holds it."""
+"""The place where an overflow began, as the window holds it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an overflow began.
+    """The place where an overflow began.
 
     ``input`` and ``output`` are the smallest and the largest element, ``(lo, hi)``: both NaN where
-    there was a NaN, None where nothing was seen. For a forward: of the module's input and output.
-    For a backward: ``output`` is the gradient with respect to the module's output, ``input`` that
-    with respect to its input. For a parameter: the module's input, and the gradient with respect to
-    its output. For a loss: ``output`` is the loss.
+    there was a NaN, None where nothing was seen. In a forward the elements are in the module's
+    input and output; in a backward in the gradients with respect to these; for a parameter in the
+    module's input and in the gradient with respect to its output. ``output`` of a loss is the loss.
     """
 
     where: str
@@ -31,16 +30,16 @@ class Origin:
     input: Pair | None
     output: Pair | None
     text: str
-    """One sentence: what overflowed, a comma, the micro-batch and what was seen."""
+    """One sentence: the place, a comma, the micro-batch and the elements seen."""
 
     @property
     def short(self) -> str:
-        """What overflowed, without what was seen."""
+        """The place alone, the first part of ``text``."""
         return self.text.partition(",")[0]
 
     @property
     def is_of_data(self) -> bool:
-        """Whether the input of a forward was not finite already."""
+        """Whether the overflow is in a forward whose input was not finite already."""
         given = self.input or ()
         return self.where == "forward" and not all(map(math.isfinite, given))
 

@@ -1,4 +1,4 @@
-"""Skipped windows in a row: how many are allowed, and what is known of them."""
+"""Skipped windows in a row: their limit, and warnings that name the tensors."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from .parameter_names import MAX_NAMES
 logger = logging.getLogger("accel_scaler")
 
 WARNS_AT = 30
-"""Skips in a row after which a warning is logged where there is no limit; again after ten times as
-many, and so on. The first search for a scale takes 16 skips from the usual 65536 down to 1."""
+"""Without a limit: skips in a row before a warning; the next ones follow after 10 and 100 times as
+many. The first search for a scale takes 16 skips from the usual 65536 down to 1."""
 
 
 class SkipStreak:
-    """The present run of skipped windows, of which ``limit`` (None: any number) are allowed in a
-    row. The count itself is part of the scaler's state."""
+    """The present run of skipped windows. ``limit`` windows in a row are allowed, with None any
+    number. The count itself is part of the scaler's state."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.names: Counter[str] = Counter()
-        """By name: in how many windows of this run a tensor had a non-finite gradient."""
+        """Windows of this run in which the gradient of a tensor was not finite, by its name."""
         self.origin = ""
-        """One sentence on where the last overflow began, set by an observer that has found it."""
+        """One sentence on the place of the last overflow, from an observer that has found it."""
         self._warns_at = 0
         self._is_told = False
-        """Where nothing is scaled: the first skip was logged."""
+        """The first skip where nothing is scaled was logged."""
         self._forget()
 
     def wants_names(self, skips: int) -> bool:
-        """Whether one more skip after ``skips`` others logs a warning or ends the run: only then
-        are names worth another read of every gradient."""
+        """Whether one more skip after ``skips`` others logs a warning or ends the run. Otherwise
+        names are not worth another read of every gradient."""
         return skips + 1 >= self._warns_at or (self.limit is not None and skips >= self.limit)
 
     def check(
         self, skips: int, get_scale: Callable[[], float] | None, cause: Callable[[], str] = str
     ) -> None:
-        """Log a warning of a long run, and of the first skip where nothing is scaled, since then it
-        is no search for a scale; raise ``OverflowStreakError`` for one over its limit.
+        """Log a warning after a long run, and after the first skip where nothing is scaled, which
+        is no search for a scale. Raise ``OverflowStreakError`` over the limit.
 
         Args:
-            skips: windows in a row that were skipped; 0: the run is over.
-            get_scale: returns the present loss scale; None: nothing is scaled.
-            cause: returns where the overflows begin and what helps; "": not known.
+            skips: skipped windows in a row; 0 where the last one was not skipped.
+            get_scale: returns the present loss scale; None where nothing is scaled.
+            cause: returns a text on the place of the overflows and the cure; "" if not known.
         """
         limit = self.limit
         if skips == 0:

@@ -1,4 +1,4 @@
-"""Which window a thread works on: the open one, the last one, or that of its job."""
+"""The window that a thread works on: the open one, the last one, or the window of its job."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .window import Window
 T = TypeVar("T")
 
 WAIT_LIMIT_S = 600.0
-"""Longest wait for a job on another thread, in seconds."""
+"""The longest wait for a job on another thread, in seconds."""
 
 
 class ThreadWindows:
-    """The open window, the one before, and the threads that work in either or in one of their own.
-    A window belongs to the thread that opens it, the training thread."""
+    """The open window, the one before it, and the windows of jobs. A window belongs to the thread
+    that opens it, the training thread."""
 
     def __init__(self) -> None:
         self.open = Window()
-        """The open window; a closed one stays here until :meth:`next`."""
+        """The open window; it stays here after it was closed, until :meth:`next`."""
         self._last: Window | None = None
         self._local = threading.local()
         self._jobs: WeakKeyDictionary[Window, threading.Event] = WeakKeyDictionary()
-        """For the window of each bound job that is still referenced: set once the job has run."""
+        """By the window of each job that is still referenced an event, set once the job has run."""
 
     @property
     def bound(self) -> Window | None:
-        """The window that this thread works in, other than the open one."""
+        """The window of :meth:`inside` on this thread; None: the open one."""
         return getattr(self._local, "window", None)
 
     @property
@@ -59,20 +59,20 @@ class ThreadWindows:
 
     def to_step(self) -> Window | None:
         """The window that an unscale or a step on this thread works on; None: the open one. Between
-        windows another thread still works on the last one, whose gradients it holds."""
+        windows another thread works on the last one, whose gradients it has."""
         if self.bound is not None:
             return self.bound
         if self.open.closed:
-            return self.open  # its own scale, not the next one's
+            return self.open  # its scale is not the scaler's any more
         last = self._last if self.open.opened_by is None else None
         return last if last is not None and last.opened_by != threading.get_ident() else None
 
     def meant(self, optimizer: Optimizer) -> Optimizer:
-        """In a job the wrapper that it was bound with, where ``optimizer`` is the one in it."""
+        """``optimizer``; in a job the wrapper around it that was given to ``bind``, if any."""
         return self.current.wrappers.get(id(optimizer), optimizer)
 
     def next(self) -> Window:
-        """Leave the open window and return it; a step of another thread still finds it."""
+        """Leave the open window and return it; a step on another thread still finds it."""
         left = self.open
         if left.opened_by is not None:
             left.let_go()
@@ -95,7 +95,7 @@ class ThreadWindows:
 
     def wait_for_jobs(self) -> None:
         """Block until every other job that is still referenced has run. Raises ``OrderError``
-        where one has not within ``WAIT_LIMIT_S``."""
+        after ``WAIT_LIMIT_S``."""
         end = time.monotonic() + WAIT_LIMIT_S
         for window, done in list(self._jobs.items()):
             left_s = max(end - time.monotonic(), 0.0)

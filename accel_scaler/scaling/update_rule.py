@@ -1,4 +1,4 @@
-"""The update rule of the scale, in plain Python: one window's verdict in, the next scale out."""
+"""The update rule of the scale in plain Python: from one window's verdict to the next scale."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass
 
 
 def always() -> bool:
-    """torch's rule: the scale grows whenever that is due."""
+    """``has_room`` of torch's rule: the scale grows whenever growth is due."""
     return True
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """What the rule carries from one window to the next."""
+    """The numbers that the rule carries from one window to the next."""
 
     scale: float
-    """Loss scale; exactly a float32 once a loss was scaled."""
+    """The loss scale, exactly a float32 once a loss was scaled."""
     growth_tracker: int
     """Windows in a row without overflow since the last growth or overflow."""
     consecutive_skips: int = 0
-    """Windows in a row that overflowed; spikes between them do not end the row."""
+    """Overflowed windows in a row; spikes between them do not end the row."""
     spikes: int = 0
-    """Windows skipped for their norm since the last one that was not skipped."""
+    """Windows skipped for their norm since the last window that was not skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Growth, back-off, bounds and hysteresis.
 
-    Growth and back-off are those of torch's ``_amp_update_scale_``: products are taken in
-    float64 and rounded to float32, and growth past float32's range is left out. ``hysteresis``
-    counts overflows in consecutive windows, as Megatron-Core's ``DynamicGradScaler`` documents
-    it and as DeepSpeed does with ``consecutive_hysteresis``: the first ``hysteresis - 1`` of a
-    run keep the scale, every further one backs it off, and a finite window refills the count.
+    Growth and back-off equal torch's ``_amp_update_scale_``: products are taken in float64 and
+    rounded to float32, and growth past float32's range is left out. ``hysteresis`` counts
+    overflows in consecutive windows, as in Megatron-Core's ``DynamicGradScaler`` and in DeepSpeed
+    with ``consecutive_hysteresis``: the first ``hysteresis - 1`` of a run keep the scale, every
+    further one backs it off, and a finite window refills the count.
     """
 
     growth_factor: float
@@ -48,11 +48,8 @@ class Rule:
     def advance(
         self, state: ScaleState, found_inf: bool, has_room: Callable[[], bool] = always
     ) -> ScaleState:
-        """The state after a window whose gradients did (``found_inf``) or did not overflow.
-
-        Args:
-            has_room: asked where growth is due; False: the scale stays, the count starts again.
-        """
+        """The state after a window; ``found_inf``: its gradients overflowed. ``has_room`` is asked
+        where growth is due: with False the scale stays and the count starts again."""
         if found_inf:
             skips = state.consecutive_skips + 1
             scale = state.scale

@@ -1,7 +1,4 @@
-"""The update rule in plain Python against torch's own kernel.
-
-Bounds and hysteresis: ``tests/property/test_scale_rule.py``.
-"""
+"""The update rule in plain Python against torch's own kernel."""
 
 from __future__ import annotations
 

@@ -170,7 +170,8 @@ class GradScaler(torch.amp.GradScaler):
         if opens:
             window = self.open_window()
             self._start_over_where_dropped(window)
-            window.losses.note(_tensors(outputs))
+            if self._managed:  # else nobody reads them
+                window.losses.note(_tensors(outputs))
             for ref in list(self._managed.values()):  # a step may still read the gradients
                 if (stepper := ref()) is not None:
                     stepper.wait_for_gradients()
@@ -196,8 +197,8 @@ class GradScaler(torch.amp.GradScaler):
         with self._lock, self._windows.inside(self._windows.to_step()):
             window, record = self._windows.current, self._record_to_step(optimizer)
             super().unscale_(optimizer)
-            if window.is_of_job and record.verdict is not None:
-                record.decide(record.verdict)  # of all ranks, and not on another stream
+            if record.verdict is not None:  # in a job: of all ranks, and not on another stream
+                record.decide(record.verdict)
             params = parameters_of(optimizer)
             record.count = len(params)
             if self._managed:
@@ -258,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
         """The record of an optimizer that is to be unscaled or stepped in the present window."""
         with self._lock:
             window = self._windows.current
-            if window.is_of_job and window.known(optimizer) is None:
+            if window.wrappers and window.known(optimizer) is None:
                 raise OrderError(
                     f"{type(optimizer).__name__} was not given to GradScaler.bind() with this job; "
                     "name every optimizer that the job unscales or steps."

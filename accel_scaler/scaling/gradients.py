@@ -21,10 +21,6 @@ _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 """Dtypes in which an update would be lost to rounding."""
 
-NORM_BLOCK = 1 << 17
-"""Elements of low precision that :func:`norm_of` casts at a time on a CPU, so that they stay in
-cache: torch's own kernel, which casts as it reads, takes six times as long."""
-
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
 
@@ -105,7 +101,9 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
     Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
     all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
     """
-    norms = _norms_of(grads)
+    # With a dtype the kernel is slower.
+    dtype = None if set(map(_dtype_of, grads)) == {torch.float32} else torch.float32
+    norms = torch.stack(list(torch._foreach_norm(list(grads), 2, dtype=dtype)))
     unscaled = norms * inv_scale
     total = torch.linalg.vector_norm(unscaled)
     each = on_host(unscaled, total) if keep_each else total.reshape(1)
@@ -114,17 +112,6 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
         return NormCheck(total, (), value, each[:-1] if keep_each else None)
     overflowed = (i for i in _not_finite(norms) if nonfinite(grads[i]))
     return NormCheck(None, tuple(islice(overflowed, MAX_NAMED)))
-
-
-def _norms_of(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each, float32, shape (n,)."""
-    is_low, on_cpu = set(map(_dtype_of, grads)) != {torch.float32}, grads[0].device.type == "cpu"
-    with run_on_one_thread(on_cpu and max(map(Tensor.numel, grads)) <= SMALL):
-        if is_low and on_cpu:
-            return torch.stack([norm_of(grad, 2.0) for grad in grads])
-        # With a dtype the kernel is slower.
-        each = torch._foreach_norm(list(grads), 2, dtype=torch.float32 if is_low else None)
-        return torch.stack(list(each))
 
 
 def on_host(each: Tensor, total: Tensor) -> Tensor:
@@ -265,11 +252,7 @@ def _norm_of_all(grads: list[Tensor], norm_type: float) -> Tensor:
 
 def norm_of(grad: Tensor, norm_type: float) -> Tensor:
     """The norm of one tensor, shape (), float32 at least."""
-    is_low, is_plain = grad.dtype in LOW_PRECISION, not hasattr(grad, "to_local")
-    if is_low and is_plain and grad.device.type == "cpu" and grad.numel() > NORM_BLOCK:
-        blocks = (part.float() for part in torch.split(grad.reshape(-1), NORM_BLOCK))
-        grad = torch.stack([torch.linalg.vector_norm(block, norm_type) for block in blocks])
-    dtype = torch.float32 if is_low else None
+    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
 

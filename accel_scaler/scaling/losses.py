@@ -11,9 +11,6 @@ from torch import Tensor
 from ..devices import new_event, present_stream
 from .gradients import local
 
-MAX_LOSSES = 1024
-"""The most losses of one window that are remembered."""
-
 
 class Losses:
     """The losses of one window. Keeps no graph alive."""
@@ -29,9 +26,6 @@ class Losses:
         """Remember some more. Does not synchronise."""
         self._sent = None
         for loss in losses:
-            if len(self._values) == MAX_LOSSES:
-                self._are_numbers = False
-                return
             value = local(loss.detach())
             is_whole = all(each.is_replicate() for each in getattr(loss, "placements", ()))
             if value.numel() != 1 or value.is_complex() or not is_whole:
@@ -57,8 +51,8 @@ class Losses:
     def total(self) -> float | None:
         """The loss whose gradient the window has: the sum of all, on this rank. Accelerate divides
         each loss by ``gradient_accumulation_steps``, so in a full window the sum is the mean over
-        micro-batches. None without a loss, with a loss that is not one real number, or with more
-        than ``MAX_LOSSES``. Waits for the copy of :meth:`send`; without one it synchronises."""
+        micro-batches. None without a loss, or with a loss that is not one real number. Waits for
+        the copy of :meth:`send`; without one it synchronises."""
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()

@@ -108,8 +108,8 @@ class Ranks:
 
     @property
     def are_uneven(self) -> bool:
-        """A rank may be out of inputs."""
-        return any(map(_is_uneven, self._reduced))
+        """A rank may be out of inputs, within ``Join`` or after it."""
+        return any(wrapper._join_config.enable for wrapper in self._reduced)
 
     def has_parts(self, optimizer: Optimizer) -> bool:
         """Whether ranks have parts of the optimizer's gradients."""
@@ -124,7 +124,7 @@ class Ranks:
             wrapper
             for wrapper, reduction in self._reduced.items()
             if reduction.grads is not None and reduction.number > last
-            if is_worldwide(wrapper) and _averages(wrapper) and not _is_uneven(wrapper)
+            if is_worldwide(wrapper) and _averages(wrapper) and not wrapper._join_config.enable
         ]
         return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
 
@@ -203,9 +203,3 @@ AVERAGES = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "power
 def _averages(wrapper: DistributedDataParallel) -> bool:
     hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
     return all(getattr(hook, "__qualname__", "") in AVERAGES for hook in hooks)
-
-
-def _is_uneven(wrapper: DistributedDataParallel) -> bool:
-    """Whether a rank may be out of inputs. Stays set after ``Join``."""
-    is_enabled: bool = wrapper._join_config.enable
-    return is_enabled

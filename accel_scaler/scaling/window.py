@@ -240,7 +240,8 @@ class Window:
         self.retry_s = 0.0
         """Host time of these attempts, in seconds."""
         self.wrappers: dict[int, Optimizer] = {}
-        """In a job's window: the optimizers given to ``bind``, by the ``id`` of the one inside."""
+        """In a job's window alone: the optimizers given to ``bind``, by the ``id`` of the torch
+        optimizer in each. No other optimizer can join."""
 
     @property
     def is_skipped(self) -> bool:
@@ -251,11 +252,6 @@ class Window:
     def closed(self) -> bool:
         """An optimizer has stepped; only further optimizers may still step in this window."""
         return self.before is not None
-
-    @property
-    def is_of_job(self) -> bool:
-        """A job's window: the verdict is final and no optimizer can join."""
-        return bool(self.wrappers)
 
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of ``optimizer`` and its wrappers; made if it is new."""
@@ -272,8 +268,9 @@ class Window:
         """The record of ``optimizer`` and its wrappers; None if there is none."""
         inner = stepped(optimizer)
         found = self.states.get(id(inner))
-        is_of_another = found is not None and found.owner is not None and found.owner() is not inner
-        return None if is_of_another else found
+        if found is None or (found.owner is not None and found.owner() is not inner):
+            return None
+        return found
 
     def unscaled_among(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parameters among these whose gradients were unscaled in place already."""
@@ -322,9 +319,8 @@ class Window:
     def forget(self, optimizer: Optimizer) -> None:
         """Drop the record and the norms of ``optimizer``: its gradients were dropped or changed."""
         gone = self.known(optimizer)
-        self.states = defaultdict(
-            OptimizerRecord, {key: r for key, r in self.states.items() if r is not gone}
-        )
+        for key in [key for key, record in self.states.items() if record is gone]:
+            del self.states[key]
         params = parameters_of(optimizer)
         self.grad_norms.forget(params)
         self.unscaled.difference_update(map(id, params))

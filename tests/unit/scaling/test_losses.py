@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_scaler.scaling.losses import MAX_LOSSES, Losses
+from accel_scaler.scaling.losses import Losses
 
 
 def noted(*values: Any) -> Losses:
@@ -35,11 +35,6 @@ def test_what_is_no_single_number_has_no_total(odd: Tensor) -> None:
 
 def test_not_finite_parts_of_a_vector_are_one_bad_loss() -> None:
     assert noted(torch.tensor([1.0, math.inf]), torch.tensor(complex(math.nan, 0)), 1.0).bad() == 2
-
-
-def test_so_many_that_not_all_are_kept_have_no_total() -> None:
-    assert noted(*[1.0] * MAX_LOSSES).total() == MAX_LOSSES
-    assert noted(*[1.0] * (MAX_LOSSES + 1)).total() is None
 
 
 def test_where_nothing_can_be_sent_it_is_read_when_it_is_wanted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -57,16 +56,9 @@ def test_more_numbers_in_front_are_refused() -> None:
         GradScaler(65536.0, 2.0, 0.5, 2000, True)  # type: ignore[arg-type]
 
 
-def found_on_two_devices(scaler: Any, optimizer: Any) -> None:
-    """As if an optimizer's gradients had overflowed on two devices: torch adds the flags."""
-    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {
-        torch.device("cpu"): torch.tensor(1.0),
-        torch.device("cpu", 0): torch.tensor(1.0),
-    }
-
-
 def test_f8_a_sum_of_flags_skips_a_fused_step() -> None:
-    after = {}
+    """As if gradients had overflowed on two devices: torch adds the flags."""
+    found, after = (torch.device("cpu"), torch.device("cpu", 0)), {}
     for kind in (Stock, GradScaler):
         p = nn.Parameter(torch.ones(4))
         optimizer, scaler = fused_adamw(p), kind("cpu", init_scale=4.0)
@@ -74,7 +66,8 @@ def test_f8_a_sum_of_flags_skips_a_fused_step() -> None:
         before = p.detach().clone()
         scaler.scale(p.sum()).backward()
         scaler.unscale_(optimizer)
-        found_on_two_devices(scaler, optimizer)
+        flags = {device: torch.tensor(1.0) for device in found}
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         scaler.step(optimizer)
         after[kind] = (torch.equal(p, before), float(optimizer.state[p]["step"]))
         scaler.update()
@@ -161,11 +154,10 @@ def test_fp16_gradients_are_refused(kind: type[Stock]) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("interval", ["1", 1.5, None])
-def test_an_interval_that_is_no_int_is_refused_by_update(kind: type[Stock], interval: Any) -> None:
+def test_an_interval_that_is_no_int_is_refused_by_update(kind: type[Stock]) -> None:
     """It would never be reached, and the scale would never grow."""
     (p, optimizer), scaler = one(), kind("cpu")
-    scaler.set_growth_interval(interval)
+    scaler.set_growth_interval(1.5)  # type: ignore[arg-type]
     scaler.scale(p.sum()).backward()
     scaler.step(optimizer)
     with pytest.raises(TypeError):
@@ -236,10 +228,7 @@ def test_the_overflow_flag_is_about_the_open_window() -> None:
 def test_without_a_device_it_takes_the_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's stands for CUDA."""
     here = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler = GradScaler()
-    assert scaler._device == (here.type if here else "cpu")
+    assert GradScaler()._device == (here.type if here else "cpu")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda: torch.device("xpu"), raising=False

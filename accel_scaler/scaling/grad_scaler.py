@@ -388,7 +388,7 @@ class GradScaler(torch.amp.GradScaler):
             self.check_skips()
 
     def get_scale(self) -> float:
-        """The scale as a float, in a bound job the one of the job's window; 1.0 if disabled.
+        """The scale as a float; 1.0 if disabled. In a bound job: the scale of the job's window.
         Synchronises if the last update ran on the device."""
         if self._enabled and self._windows.bound is None:
             return self.read_state().scale
@@ -442,7 +442,7 @@ class GradScaler(torch.amp.GradScaler):
 
         For loops that look at :meth:`get_overflow_flag` themselves: the window counts as
         skipped if it overflowed, the growth tracker starts again, ``hysteresis`` is ignored. Zero
-        the gradients, or a boundary rescales its own ones to the new scale. Synchronises.
+        the gradients; a boundary rescales gradients that are left. Synchronises.
 
         Raises:
             ConfigError: a factor outside (0, 1).
@@ -729,7 +729,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch pickles no records of optimizers; the ones of a stepped window are not needed.
+        # torch refuses records of optimizers in a pickle; a stepped window's are of no use.
         with self._windows.inside(Window() if self.window.closed else None):
             state = super().__getstate__()
         made = GradScaler.__new__(GradScaler)

@@ -101,7 +101,7 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
     Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
     all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
     """
-    # With a dtype the kernel is slower.
+    # For float32 the call is the one in torch's clip.
     dtype = None if set(map(_dtype_of, grads)) == {torch.float32} else torch.float32
     norms = torch.stack(list(torch._foreach_norm(list(grads), 2, dtype=dtype)))
     unscaled = norms * inv_scale
@@ -154,7 +154,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def local(t: Any) -> Tensor:
-    """The elements that this rank holds: of a DTensor its shard, sharing memory."""
+    """The elements on this rank, in the same memory: the shard of a DTensor, else all of ``t``."""
     held: Tensor = t.to_local() if hasattr(t, "to_local") else t
     return held
 

@@ -1,4 +1,4 @@
-"""The losses of one window, before they are scaled: how many are inf or NaN, and their sum."""
+"""The losses of one window before scaling: their sum, and the number that are inf or NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Losses:
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
-        """Each loss, shape (); for a shard, or anything but one real number, is it finite?"""
+        """Each loss, shape (); a flag, is it finite, for shards, vectors and complex numbers."""
         self._are_numbers = True
         self._sent: tuple[Tensor, Any] | None = None
         """Pinned memory, and the event after which the sum of the losses is in it."""

@@ -7,7 +7,7 @@ that all ranks come. All collectives run on the training thread, in program orde
 
 | Collective | Entered | Who comes, and why |
 |---|---|---|
-| ``agree_on_overflow`` | by a check of ``PARTS``; by ``scale()`` after these were unscaled | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; refused within ``Join``, where a rank may run out of inputs |
+| ``agree_on_overflow`` | by a check of ``PARTS``; by a clip of these beside others; by ``scale()`` after these were unscaled; before a step of ``PARTS`` that may be made again, for its partners, where settings are alike | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; refused within ``Join``, where a rank may run out of inputs |
 | ``add_norms`` | for the spike guard, with ``sharded=True`` | all, as for the check just before |
 | ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor |
 | ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
@@ -82,7 +82,7 @@ class Ranks:
         """That number at each optimizer's last step."""
 
     def watch(self, model: Module) -> None:
-        """Know a prepared model."""
+        """Note a prepared model, if it is a wrapper of DDP's."""
         if isinstance(model, DistributedDataParallel) and model not in self._reduced:
             named, ignored = model.module.named_parameters(), model.parameters_to_ignore
             keys = (id(p) for name, p in named if p.requires_grad and name not in ignored)
@@ -145,8 +145,8 @@ class Ranks:
         return [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in reduced]
 
     def all_have(self, optimizer: Optimizer) -> bool:
-        """Whether every rank is known to have this one's verdict on the optimizer's gradients, and
-        so comes to a collective about it. False without other ranks."""
+        """Whether every rank is known to have the same verdict on the optimizer's gradients, and so
+        comes to a collective about it. False without other ranks."""
         share = self.share(optimizer) if has_ranks() else Share.ALONE
         if share is Share.PARTS:
             return self._groups(optimizer) == [None]

@@ -1,4 +1,4 @@
-"""Accumulation windows: each is one object, which holds everything known of it."""
+"""Accumulation windows: one object for each, with everything known of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNSCALED = "sat out the window before with gradients in it, which are unscaled"
 
 
 def stepped(optimizer: Any) -> Any:
-    """The torch optimizer inside this package's wrappers of it: the key of its record."""
+    """The torch optimizer inside this package's wrappers; a window's record belongs to it."""
     while (inner := getattr(optimizer, "stepped_optimizer", None)) is not None:
         optimizer = inner
     return optimizer
@@ -97,7 +97,6 @@ class DeferredUnscale:
         if not gradients or self.multiply is None:
             return
         grads = [grad for _, grad in gradients]
-        # With a list torch calls one kernel for each tensor.
         factors = self.factors([p for p, _ in gradients]) if self.clips else self.multiply
         torch._foreach_mul_(grads, factors)
 

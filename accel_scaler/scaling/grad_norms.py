@@ -85,7 +85,6 @@ class GradNorms:
         self._taken = [m for m in self._taken if gone is not None and gone.isdisjoint(m.keys)]
 
     def fetch(self) -> None:
-        """Bring all numbers to the host."""
         for measure in self._taken:
             measure.fetch()
 
@@ -96,7 +95,6 @@ class GradNorms:
 
     @property
     def are_finite(self) -> bool:
-        """No norm is inf or NaN."""
         return all(math.isfinite(float(m.total)) for m in self._taken)
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import operator
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -124,13 +124,12 @@ class GradScaler(torch.amp.GradScaler):
         self._live: Tensor | None = None
         self._mirror = HostMirror()
         self._lock = threading.RLock()
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._known: WeakSet[Optimizer] = WeakSet()
         """Optimizers whose gradients :meth:`get_overflow_flag` reads."""
-        self._leaves: list[weakref.ref[Tensor]] = []
+        self._leaves: list[ref[Tensor]] = []
         """Until an optimizer is known: the parameters that a backward from the window's outputs
         reaches. Dropped with the window: torch swaps no parameter that has a weak reference."""
-        self._managed: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradientReader]]
-        self._managed = weakref.WeakKeyDictionary()
+        self._managed: WeakKeyDictionary[Optimizer, ref[GradientReader]] = WeakKeyDictionary()
         """Optimizers that a boundary steps, in the order of their arrival, and their steppers."""
 
     # Note [torch's methods in the window of a thread]
@@ -172,12 +171,12 @@ class GradScaler(torch.amp.GradScaler):
             self._start_over_where_dropped(window)
             if self._managed:  # else nobody reads them
                 window.losses.note(_tensors(outputs))
-            for ref in list(self._managed.values()):  # a step may still read the gradients
-                if (stepper := ref()) is not None:
+            for reader in list(self._managed.values()):  # a step may still read the gradients
+                if (stepper := reader()) is not None:
                     stepper.wait_for_gradients()
         scaled = super().scale(outputs)
         if opens and not self._known:
-            self._leaves += map(weakref.ref, leaves_of(_tensors(scaled)))
+            self._leaves += map(ref, leaves_of(_tensors(scaled)))
         return scaled
 
     @untraced
@@ -212,6 +211,7 @@ class GradScaler(torch.amp.GradScaler):
         if shared := self._windows.current.unscaled_among(params):
             keys = set(map(id, shared))
             params = [p for p in params if id(p) not in keys]
+            found_inf = found_inf + float(any(map(has_nonfinite_gradient, shared)))
         for p in () if allow_fp16 else params:
             if p.grad is not None and p.grad.dtype is torch.float16:
                 raise UnsupportedError(
@@ -221,11 +221,7 @@ class GradScaler(torch.amp.GradScaler):
                     "in float32 (model.float()) and let autocast run it in float16."
                 )
         flags = unscale_in_place(params, inv_scale, found_inf)
-        if any(map(has_nonfinite_gradient, shared)):
-            flags[found_inf.device] = torch.ones_like(found_inf)
-        elif shared and not flags:
-            flags[found_inf.device] = found_inf
-        return flags
+        return flags or ({found_inf.device: found_inf} if shared else {})
 
     @untraced
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -427,7 +423,7 @@ class GradScaler(torch.amp.GradScaler):
             seen = [o for o in self._known if bound is None or bound.known(o) is not None]
             if chosen := optimizers or seen:
                 return any(map(self._has_overflowed, chosen))
-            leaves = (p for ref in self._leaves if (p := ref()) is not None)
+            leaves = (p for leaf in self._leaves if (p := leaf()) is not None)
             return any(map(has_nonfinite_gradient, leaves))
 
     def _has_overflowed(self, optimizer: Optimizer) -> bool:
@@ -568,7 +564,7 @@ class GradScaler(torch.amp.GradScaler):
         where there are gradients and no loss was scaled."""
         self._known.add(optimizer)
         is_new = optimizer not in self._managed
-        self._managed[optimizer] = weakref.ref(stepper)
+        self._managed[optimizer] = ref(stepper)
         # In an open window its gradients are taken to be scaled.
         if is_new and (self.window.opened_by is None or self.window.closed):
             why = "had gradients before it was given to this scaler, not scaled by it"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ class OptimizerRecord(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__(_refresh_per_optimizer_state())
-        self.owner: weakref.ref[Any] | None = None
+        self.owner: ref[Any] | None = None
         """The torch optimizer; None where torch's own code has made the record."""
         self.verdict: bool | None = None
         """Whether the gradients overflowed on any rank; None before the ranks have agreed."""
@@ -259,7 +259,7 @@ class Window:
             gone = self.states.pop(id(inner))  # of another one at this address; its verdict counts
             self.states[id(gone)] = gone
         found = self.states[id(inner)]
-        found.owner = weakref.ref(inner)
+        found.owner = ref(inner)
         self.states[id(optimizer)] = found
         return found
 

@@ -194,6 +194,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         optimizer = self._windows.meant(optimizer)
         with self._lock, self._windows.inside(self._windows.to_step()):
+            self._check_scale_growth_tracker("unscale_")
             window, record = self._windows.current, self._record_to_step(optimizer)
             super().unscale_(optimizer)
             if record.verdict is not None:  # in a job: of all ranks, and not on another stream
@@ -238,6 +239,10 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             result: float | None = optimizer.step(*args, **kwargs)
             return result
+        # Refused before there is a record, since torch pickles no scaler that has some.
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
         optimizer = self._windows.meant(optimizer)
         with self._lock:
             window = self._windows.to_step()
@@ -290,10 +295,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step(self, optimizer: Any, fused: bool, *args: Any, **kwargs: Any) -> float | None:
         """torch's step, but the host decides on the skip where a fused kernel cannot."""
-        if "closure" in kwargs:
-            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        scale, _ = self._check_scale_growth_tracker("step")
-        record = self.record_of(optimizer)
+        record, scale = self.record_of(optimizer), self._check_scale_growth_tracker("step")[0]
         if record.stage is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         is_scaled = record.stage is OptState.READY

@@ -228,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale (unless done), then ``optimizer.step(*args, **kwargs)`` if all is finite.
 
-        Returns what ``optimizer.step`` returns, None when it was skipped. Synchronises once,
+        Returns the result of ``optimizer.step``, None when it was skipped. Synchronises once,
         except for a fused optimizer on a GPU that has state for all its parameters: its kernel
         skips by itself.
 

@@ -18,17 +18,24 @@ from .collectives import whole
 
 _dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
 
+LARGE = 1 << 16
+"""Elements from which a gradient on a CPU is read by itself, after all smaller ones."""
+
 LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 """Dtypes in which an update would be lost to rounding."""
+
+NORM_BLOCK = 1 << 17
+"""Elements of low precision that are cast at a time for a norm on a CPU, and stay in cache: cast
+by torch's kernel for the norm they take six times as long."""
 
 SMALL = 1 << 12
 """Elements up to which one thread works faster on a tensor than several."""
 
 SMALLEST_NORMAL = 2.0**-126
-"""The smallest normal float32; its reciprocal is about the largest power of two in float32."""
+"""Of float32; its reciprocal is about the largest power of two that float32 holds."""
 
 MAX_NAMED = 3
-"""Non-finite gradients that a check names; a search for all would read each gradient again."""
+"""Non-finite gradients that a check looks for; to find all would read every one once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,7 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def first_version(optimizer: Optimizer) -> int | None:
-    """The version of the optimizer's first gradient, which every write raises; None without one."""
+    """The version of its first gradient, which each write to it raises; None: it has none."""
     params = (p for group in optimizer.param_groups for p in group["params"])
     return next((grad._version for p in params if (grad := p.grad) is not None), None)
 
@@ -90,8 +97,10 @@ def reciprocal(scale: float) -> float:
 def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = False) -> NormCheck:
     """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
 
-    With a power-of-two scale the total equals, bit for bit, the result of
-    ``torch.nn.utils.clip_grad_norm_`` for gradients that were unscaled first.
+    With a power-of-two scale the total equals, bit for bit, what
+    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
+    small gradients are read first and large ones one by one: an overflow in the backward reaches
+    the biases of every earlier layer, so that a skipped window costs little.
 
     Args:
         grads: uniform gradients (see :func:`is_uniform`), scaled.
@@ -101,17 +110,46 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
     Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
     all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
     """
-    # For float32 the call is the one in torch's clip.
-    dtype = None if set(map(_dtype_of, grads)) == {torch.float32} else torch.float32
-    norms = torch.stack(list(torch._foreach_norm(list(grads), 2, dtype=dtype)))
-    unscaled = norms * inv_scale
-    total = torch.linalg.vector_norm(unscaled)
-    each = on_host(unscaled, total) if keep_each else total.reshape(1)
-    value = float(each[-1])
-    if math.isfinite(value):
-        return NormCheck(total, (), value, each[:-1] if keep_each else None)
-    overflowed = (i for i in _not_finite(norms) if nonfinite(grads[i]))
-    return NormCheck(None, tuple(islice(overflowed, MAX_NAMED)))
+    stacked, suspects = _norms_until_nonfinite(grads)
+    if stacked is not None:
+        unscaled = stacked * inv_scale
+        total = torch.linalg.vector_norm(unscaled)
+        each = on_host(unscaled, total) if keep_each else total.reshape(1)
+        value = float(each[-1])
+        if math.isfinite(value):
+            return NormCheck(total, (), value, each[:-1] if keep_each else None)
+        suspects = _not_finite(stacked)
+    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MAX_NAMED)
+    return NormCheck(None, tuple(overflowed))
+
+
+def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
+    """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
+    cpu = grads[0].device.type == "cpu"
+    sizes = list(map(Tensor.numel, grads))
+    small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
+    with run_on_one_thread(cpu and max(sizes) <= SMALL):
+        found = _norms_of([grads[i] for i in small]) if small else ()
+    stacked = torch.stack(list(found)) if small else None
+    if len(small) == len(grads):
+        return stacked, []
+    if stacked is not None and not math.isfinite(float(stacked.sum())):
+        return None, [small[i] for i in _not_finite(stacked)]
+    norms = dict(zip(small, found, strict=True))
+    low = cpu and not LOW_PRECISION.isdisjoint(map(_dtype_of, grads))
+    scratch = torch.empty(NORM_BLOCK) if low else None
+    for i, grad in enumerate(grads):
+        if i not in norms:
+            norms[i] = norm_of(grad, 2.0, scratch)
+            if not math.isfinite(float(norms[i])):
+                return None, [i]
+    return torch.stack([norms[i] for i in range(len(grads))]), []
+
+
+def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
+    if set(map(_dtype_of, grads)) == {torch.float32}:
+        return torch._foreach_norm(grads)
+    return torch._foreach_norm(grads, 2, dtype=torch.float32)
 
 
 def on_host(each: Tensor, total: Tensor) -> Tensor:
@@ -125,7 +163,7 @@ def _not_finite(values: Tensor) -> list[int]:
 
 @contextmanager
 def run_on_one_thread(wanted: bool) -> Iterator[None]:
-    """Run CPU kernels without a team of threads, whose start takes longer than a small tensor."""
+    """Run CPU kernels without a thread team: to start one costs more than a small tensor."""
     threads = torch.get_num_threads()
     if not wanted or threads == 1:
         yield
@@ -154,14 +192,14 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def local(t: Any) -> Tensor:
-    """The elements on this rank, in the same memory: the shard of a DTensor, else all of ``t``."""
+    """The elements that this rank holds: of a DTensor its shard, sharing memory."""
     held: Tensor = t.to_local() if hasattr(t, "to_local") else t
     return held
 
 
 def find_nonfinite(grads: Sequence[Tensor]) -> Iterator[int]:
-    """Indices of the gradients, of any kind, that have inf or NaN among the elements of this rank.
-    Reads every element; synchronises once for each device and dtype."""
+    """Indices of the gradients, of any kind, with inf or NaN among the elements that this rank
+    holds. Reads every element; synchronises once for each device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     held = list(map(_values, grads))
     for i, grad in enumerate(held):
@@ -178,7 +216,7 @@ def _largest(grads: list[Tensor]) -> Tensor:
 
 
 def has_nonfinite_gradient(param: Tensor) -> bool:
-    """Whether the parameter has a gradient with inf or NaN. Synchronises with the device."""
+    """:func:`nonfinite` of its ``.grad``; False without one."""
     return param.grad is not None and nonfinite(param.grad)
 
 
@@ -194,8 +232,12 @@ def unscale_in_place(
 ) -> dict[torch.device, Tensor]:
     """Multiply every gradient by ``inv_scale`` and look for inf and NaN, as torch's scaler does.
 
-    ``inv_scale`` and ``found_inf`` are float32, shape (). Returns a flag for each device, above 0
-    where some element was not finite. Does not synchronise.
+    Args:
+        inv_scale, found_inf: float32, shape (); copied to each device that gradients are on.
+
+    Returns a flag for each device: above 0 where some element was not finite. Does not
+    synchronise. The gradients get new versions, which torch's kernel does not give them. bfloat16
+    gradients other than DTensors do not use that kernel: not every device has it for them.
     """
     groups: dict[tuple[torch.device, torch.dtype, Any], list[Tensor]] = {}
     for p in parameters:
@@ -209,9 +251,9 @@ def unscale_in_place(
     for (device, dtype, mesh), grads in groups.items():
         flag = flags.setdefault(device, found_inf.to(device, copy=True, non_blocking=True))
         inv = inv_scale.to(device, non_blocking=True)
-        if dtype is not torch.bfloat16 or mesh is not None:  # not every device has it for bfloat16
+        if dtype is not torch.bfloat16 or mesh is not None:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv)
-            torch.autograd.graph.increment_version(grads)  # this kernel does not
+            torch.autograd.graph.increment_version(grads)
         elif held := [grad for grad in grads if grad.numel()]:
             flag.copy_(torch.maximum(flag, (~_largest(held).isfinite().all()).float()))
             torch._foreach_mul_(held, inv)
@@ -220,7 +262,8 @@ def unscale_in_place(
 
 @torch.no_grad()
 def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
-    """Multiply each by ``factor``, computed in float32 at least. Does not synchronise."""
+    """Multiply each by ``factor``; torch's kernels compute in float32 at least. Does not
+    synchronise."""
     for grad in grads:
         held = local(grad)
         (held._values() if held.is_sparse else held).mul_(factor)
@@ -228,7 +271,7 @@ def multiply_in_place(grads: Iterable[Tensor], factor: float) -> None:
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """One list for the DTensors of each mesh and one for plain tensors: torch takes no mixture."""
+    """DTensors of one mesh together, and plain tensors: torch takes no list of both."""
     meshes: dict[Any, list[Tensor]] = {}
     for t in tensors:
         meshes.setdefault(getattr(t, "device_mesh", None), []).append(t)
@@ -236,8 +279,8 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, shape (), float32 where they are of low
-    precision. Communicates where there are DTensors, whose elements count on every rank."""
+    """The norm of all gradient elements together, shape (); float32 for those of low precision. Of
+    DTensors, which may stand beside plain tensors, every rank's elements count: communicates."""
     grads = [_values(g) if g.is_sparse else g for g in gradients_of(parameters)]
     norms = [whole(_norm_of_all(some, norm_type)) for some in by_mesh(grads) or [[]]]
     return norms[0] if len(norms) == 1 else norm_of(torch.stack(norms), norm_type)
@@ -250,9 +293,19 @@ def _norm_of_all(grads: list[Tensor], norm_type: float) -> Tensor:
     return norm_of(torch.stack([norm_of(grad, norm_type) for grad in grads]), norm_type)
 
 
-def norm_of(grad: Tensor, norm_type: float) -> Tensor:
-    """The norm of one tensor, shape (), float32 at least."""
-    dtype = torch.float32 if grad.dtype in LOW_PRECISION else None
+def norm_of(grad: Tensor, norm_type: float, scratch: Tensor | None = None) -> Tensor:
+    """The norm of one tensor, shape (), float32 at least.
+
+    Args:
+        scratch: float32, shape (NORM_BLOCK,), on a CPU, to be overwritten; None: made here.
+    """
+    is_low, is_plain = grad.dtype in LOW_PRECISION, not hasattr(grad, "to_local")
+    if is_low and is_plain and grad.device.type == "cpu" and grad.numel() > NORM_BLOCK:
+        scratch = torch.empty(NORM_BLOCK) if scratch is None else scratch
+        parts = torch.split(grad.reshape(-1), NORM_BLOCK)
+        blocks = (scratch[: len(part)].copy_(part) for part in parts)
+        grad = torch.stack([torch.linalg.vector_norm(block, norm_type) for block in blocks])
+    dtype = torch.float32 if is_low else None
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
     return norm
 
@@ -263,8 +316,8 @@ def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
 
 
 def match_layout(parameters: Iterable[Tensor], state: Mapping[Any, Any]) -> None:
-    """Give each gradient, and each tensor in ``state``, the strides of its parameter: torch's fused
-    CPU kernels walk all of them by one index and ignore strides."""
+    """Give each gradient, and what ``state`` has for its parameter, the parameter's strides:
+    torch's fused CPU kernels walk all of them by one index and ignore strides."""
     for p in parameters:
         if p.grad is not None and p.grad.stride() != p.stride():
             p.grad = torch.empty_like(p).copy_(p.grad)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from accel_scaler.scaling.gradients import (
-    MAX_NAMED,
+    LARGE,
+    NORM_BLOCK,
     check_norms,
     is_uniform,
     match_layout,
@@ -25,6 +26,13 @@ INF, NAN = float("inf"), float("nan")
 def plain_norm(grads: list[Tensor]) -> float:
     """The total norm with nothing but Python floats."""
     return math.sqrt(sum(x * x for grad in grads for x in grad.flatten().tolist()))
+
+
+def plain_nonfinite(grads: list[Tensor]) -> list[int]:
+    """Indices of gradients that hold an inf or a NaN, one element at a time."""
+    return [
+        i for i, g in enumerate(grads) if not all(math.isfinite(x) for x in g.flatten().tolist())
+    ]
 
 
 def torchs_total(grads: list[Tensor], scale: float) -> Tensor:
@@ -44,38 +52,60 @@ def test_the_total_is_torchs_bit_for_bit(sizes: list[int], power: int, seed: int
     scale = 2.0**power
     generator = torch.Generator().manual_seed(seed)
     grads = [torch.randn(n, generator=generator) * scale for n in sizes]
-    norms = check_norms(grads, torch.tensor(1.0 / scale), keep_each=True)
+    norms = check_norms(grads, torch.tensor(1.0 / scale))
     assert norms.total is not None
-    assert norms.each is not None
-    assert torch.equal(norms.each, torch.stack([g.norm() for g in grads]) / scale)
     assert torch.equal(norms.total, torchs_total(grads, scale))
     assert norms.host_total == norms.total.item()
     assert norms.overflowed == ()
     assert norms.host_total == pytest.approx(plain_norm(grads) / scale, rel=1e-5)
 
 
+@pytest.mark.parametrize("order", [(LARGE, 3, LARGE + 5, 70), (5, LARGE), (LARGE,), (9, 8)])
+def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> None:
+    grads = [torch.randn(n) * 1024 for n in order]
+    norms = check_norms(grads, torch.tensor(1 / 1024), keep_each=True)
+    assert norms.total is not None
+    assert norms.each is not None
+    assert torch.equal(norms.total, torchs_total(grads, 1024.0))
+    assert torch.equal(norms.each, torch.stack([g.norm() for g in grads]) / 1024)
+
+
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("bad", [(0,), (1,), (0, 2), (0, 1, 2, 3)])
-def test_an_overflow_is_found_wherever_it_is(bad: tuple[int, ...], value: float) -> None:
-    grads = [torch.ones(4), torch.ones(1 << 16), torch.ones(2, 3), torch.ones(5)]
-    for i in bad:
-        grads[i].view(-1)[-1] = value
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+def test_an_overflow_is_found_wherever_it_is(bad: int, value: float) -> None:
+    grads = [torch.ones(4), torch.ones(LARGE), torch.ones(2, 3), torch.ones(LARGE + 1)]
+    grads[bad].view(-1)[-1] = value
     norms = check_norms(grads, torch.tensor(0.5))
     assert norms.total is None
-    assert norms.overflowed == bad[:MAX_NAMED]
+    assert norms.overflowed == (bad,) == tuple(plain_nonfinite(grads))
     assert math.isnan(norms.host_total)
 
 
-def test_finite_gradients_whose_norm_leaves_float32_are_no_overflow() -> None:
-    norms = check_norms([torch.full((8,), 1e30), torch.ones(3)], torch.tensor(1.0))
+@pytest.mark.parametrize("size", [8, LARGE])
+def test_finite_gradients_whose_norm_leaves_float32_are_no_overflow(size: int) -> None:
+    grads = [torch.full((size,), 1e30), torch.ones(3)]
+    norms = check_norms(grads, torch.tensor(1.0))
     assert norms.total is None
     assert norms.overflowed == ()
+    assert plain_nonfinite(grads) == []
+
+
+def test_a_total_is_never_missing_a_gradient() -> None:
+    """The sum of the small norms leaves float32's range, each of them does not."""
+    small = [torch.tensor([3e38]), torch.tensor([3e38])]
+    large = torch.full((LARGE,), 2.0**50)
+    norms = check_norms([*small, large], torch.tensor(2.0**-127))
+    assert norms.overflowed == ()
+    if norms.total is not None:
+        whole = plain_norm([g * 2.0**-127 for g in (*small, large)])
+        assert norms.host_total == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_norm_of_low_precision_is_taken_in_float32(dtype: torch.dtype) -> None:
-    """Squares beyond float16's range and below it count."""
-    grad = (torch.randn(100_000, 3) * 1000).to(dtype).t()
+@pytest.mark.parametrize("size", [NORM_BLOCK, 2 * NORM_BLOCK + 5])
+def test_the_norm_of_low_precision_is_taken_in_float32(dtype: torch.dtype, size: int) -> None:
+    """In blocks of float32 each; squares beyond float16's range and below it count."""
+    grad = (torch.randn(size, 3) * 1000).to(dtype).t()
     grad[1] = 1e-6
     expected = float(grad.double().norm())
     assert float(norm_of(grad, 2.0)) == pytest.approx(expected, rel=1e-5)

@@ -1,9 +1,9 @@
-"""What happened, one record per window: in memory and, with ``telemetry``, in a file.
+"""The record of each window: in memory and, with ``telemetry``, in a file.
 
-A :class:`Recorder` observes the boundary and fills one ``Record`` per window; records wait until
-their update is over, then go to the :class:`History` and the file. The training never depends on
-it. ``Diagnosis`` adds records up, live and from the file; ``diagnose`` and ``verdict`` say in words
-what they amount to.
+A ``Recorder`` observes the boundary and fills one ``Record`` per window, which goes to the
+:class:`History` and, once its update is over, to the file. The training never depends on it.
+``Diagnosis`` adds records up, live and from the file; ``diagnose`` and ``verdict`` put the sums in
+words.
 """
 
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .recorder import make_recorder as make_recorder
 else:
 
-    def __getattr__(name: str) -> object:  # it needs torch (PEP 562): to read a file needs none
+    def __getattr__(name: str) -> object:  # PEP 562: reading a file must not import torch
         if name != "make_recorder":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from .recorder import make_recorder as make_recorder

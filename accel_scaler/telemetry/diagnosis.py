@@ -1,4 +1,4 @@
-"""What became of a run, from its records in order: the same live and from the file."""
+"""The course of a run, from its records in order: the same live and from the file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .record import End, Record, Start
 LARGEST = 65504.0
 """The largest float16 number."""
 SETTLED = 20
-"""Steps in a row at one scale, after which it is good."""
+"""After so many steps in a row at one scale the scale is good."""
 STUCK = 20
-"""Skips in a row at the end of a run that no longer trains. The search for a scale takes 16
-from the usual 65536 to 1."""
+"""A run with so many skips in a row at its end no longer trains. The search for a scale takes 16
+skips from the usual 65536 to 1."""
 FAILING = 5
 """As ``STUCK``, for windows with inf or NaN in the forward, which no scale repairs."""
 MANY_SKIPPED = 0.1
@@ -26,10 +26,10 @@ MANY_SKIPPED = 0.1
 ENDS = 5
 """Losses at each end of a session whose medians are compared: two odd batches do not move them."""
 FAR = 10.0
-"""The last losses are far above the first if they are so many times as large. Sums of losses rise
-several times in runs that are well: a GAN's, or one with a term whose weight grows."""
+"""Times the first losses; larger last losses have risen. A loss may well rise several times, in a
+GAN or with a term whose weight grows."""
 KEPT_NORMS = 20
-"""How many of the last norms are kept for their median."""
+"""The last norms, kept for their median."""
 MAX_MISTAKES = 5
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
@@ -40,8 +40,8 @@ SkipKind = Literal["spike", "forward", "search", "growth", "other"]
 
 
 def headroom(largest: float) -> float:
-    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows:
-    negative where it was computed or added up in float32; inf for 0."""
+    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows;
+    negative above float16's range, which float32 sums may leave; inf for 0."""
     if largest == math.inf:
         return -math.inf
     return math.log2(LARGEST / largest) if largest > 0 else math.inf
@@ -56,7 +56,7 @@ class Span:
     count: int = 0
 
     def include(self, x: int) -> None:
-        """Count window ``x``, which follows the last one."""
+        """Count window ``x``, after all windows so far."""
         self.first_x, self.last_x = self.first_x if self.count else x, x
         self.count += 1
 
@@ -76,7 +76,7 @@ class Session:
     lowest_loss: float = math.inf
 
     def add_loss(self, loss: float | None) -> None:
-        """Take a loss into account if it is known and finite."""
+        """Count a loss if it is known and finite."""
         if loss is not None and math.isfinite(loss):
             self.first_losses += [loss] * (len(self.first_losses) < ENDS)
             self.last_losses.append(loss)
@@ -84,8 +84,8 @@ class Session:
 
     @property
     def has_risen(self) -> bool:
-        """Whether the last losses are far above the first; False where one was not above 0, since
-        no ratio says then what is far."""
+        """Whether the last losses are far above the first; False where a loss was 0 or less, since
+        a ratio says nothing then."""
         first, last = self.first_losses, self.last_losses
         return 0 < self.lowest_loss < math.inf and median(last) > FAR * median(first)
 
@@ -94,20 +94,20 @@ class Diagnosis:
     """Adds up the records of a run. Bounded; holds no tensors.
 
     ``x`` counts windows over all sessions. A scale is good once the run grew from it, or stepped at
-    it 20 times in a row. Each skip is counted in ``kinds`` by the first of these that fits:
+    it 20 times in a row. ``kinds`` counts each skip under the first kind that fits:
 
     ``spike``: all gradients were finite, and the norm was above ``skip_norm_above``.
 
     ``forward``: the loss was inf or NaN, or the overflow began in the forward. The scale multiplies
-    the loss afterwards, so that no other scale helps; such a skip says nothing about the scale.
+    the loss afterwards, so no other scale helps, and the skip says nothing about the scale.
 
-    ``search``: no scale is good yet, and this one is above 1 and above ``min_scale``. A session
-    begins with an untried scale; one that goes on from a checkpoint (its growth tracker says so)
-    has a good one. After a heal, which puts the scale back, it is searched for again.
+    ``search``: no scale is good yet, and the scale is above 1 and ``min_scale``. A session begins
+    with an untried scale, unless its growth tracker goes on from a checkpoint. After a heal, which
+    puts the scale back, the search begins again.
 
-    ``growth``: above a good scale. The scale goes as high as it can: nothing is lost there.
+    ``growth``: the scale is above a good one. It grows until a window overflows, which is no loss.
 
-    ``other``: all others.
+    ``other``: anything else.
     """
 
     def __init__(self) -> None:
@@ -119,37 +119,34 @@ class Diagnosis:
         self.others = Span()
         """Skips of kind ``other``."""
         self.is_scaled = False
-        """The run has a loss scale."""
         self.first_scale = self.last_scale = 0.0
         self.lowest: tuple[float, int] | None = None
-        """The lowest scale that a window had or left behind, and the window's x."""
+        """The lowest scale, and the x of the window that had it or left it behind."""
         self.first: tuple[int, dict[str, Any]] | None = None
-        """``(x, Record.first)`` of the last overflow that has it."""
+        """``(x, Record.first)`` of the last overflow whose beginning is known."""
         self.overflowed: tuple[str, ...] = ()
         """Names of the first few tensors of the last overflow."""
         self.bad = Span()
-        """Windows with inf or NaN in the loss or forward, or stepped with such a norm; not healed
-        ones."""
+        """Windows with inf or NaN in the loss or the forward, or stepped with such a norm, except
+        healed ones."""
         self.bad_steps = Span()
-        """Those of ``bad`` that were stepped."""
+        """The stepped ones of ``bad``."""
         self.bad_at_end = 0
-        """Windows in a row, up to the last one, that are bad."""
+        """Bad windows in a row, up to the last window."""
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
         self.last_norms: deque[float] = deque(maxlen=KEPT_NORMS)
-        """The last finite norms."""
         self.largest: tuple[float, int] | None = None
-        """The largest gradient that was measured last, unscaled, and the window's x."""
+        """The last ``largest_gradient``, unscaled, and the window's x."""
         self.healed: dict[str, int] = {}
         """Modules that ``heal`` put in float32, in order, and the x of the window."""
         self.retried = 0
-        """Windows that overflowed and were made again, so that none of their batches is lost."""
+        """Windows that overflowed, ran again and stepped."""
         self.retry_seconds = 0.0
-        """Seconds that all retries took."""
         self.streak = 0
-        """Skipped windows in a row, up to the last one."""
+        """Skipped windows in a row, up to the last window."""
         self.mistakes: list[str] = []
-        """Of the script: what each is, and what to write instead; ``MAX_MISTAKES`` at most."""
+        """At most ``MAX_MISTAKES`` mistakes of the script, each with the remedy."""
 
     def begin(self, start: Start) -> None:
         last = self.sessions[-1] if self.sessions else None
@@ -176,7 +173,7 @@ class Diagnosis:
         if session.last_step < 0:
             self.streak = self.bad_at_end = 0
             self._steps = 0
-            # A growth tracker that goes on is that of a checkpoint.
+            # A growth tracker that goes on comes from a checkpoint.
             self._good_scale = record.scale if record.growth_tracker > 1 else None
         if not self.windows:
             self.first_scale = record.scale
@@ -198,7 +195,7 @@ class Diagnosis:
         self._add_scale(x, record)
         for name in record.healed:
             self.healed.setdefault(name, x)
-        if record.healed:  # the scale goes back to where it was, and may be too high once more
+        if record.healed:  # the scale goes back up, and may be too high once more
             self._good_scale, self._steps, self.streak = None, 0, 0
 
     def _add_norm(self, x: int, record: Record) -> None:
@@ -244,17 +241,17 @@ class Diagnosis:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Of the last session."""
+        """The settings of the last session."""
         return self.sessions[-1].start.settings
 
     @property
     def set_in(self) -> str:
-        """Where they were set: ``code``, ``flags``, or the path of a config file."""
+        """Where the settings are from: ``code``, ``flags``, or the path of a config file."""
         return str(self.sessions[-1].start.facts.get("set_in", "code"))
 
     @property
     def floor(self) -> float:
-        """``min_scale`` of the last session; 0: it has none."""
+        """``min_scale`` of the last session; 0 without one."""
         value = self.settings.get("min_scale")
         return float(value) if isinstance(value, (int, float)) else 0.0
 
@@ -268,7 +265,7 @@ class Diagnosis:
 
     @property
     def kind(self) -> Kind:
-        """What became of the run, in one word."""
+        """The course of the run in one word."""
         if self.skips == self.windows:
             return "untrained"
         if self.is_stuck:
@@ -286,7 +283,7 @@ class Diagnosis:
 
 
 def failed_in_forward(record: Record) -> bool:
-    """Whether inf or NaN was there before the scale multiplied the loss, as far as is known."""
+    """Whether inf or NaN arose before the scale multiplied the loss, as far as is known."""
     first = record.first or {"where": ""}
     made = first.get("output") or ()  # in a live record inf is a text
     is_loss = first["where"] == "loss" and not all(math.isfinite(float(each)) for each in made)

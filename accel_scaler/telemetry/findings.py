@@ -1,7 +1,7 @@
-"""What went wrong in a run and what to do: the findings of a diagnosis, and its verdict.
+"""The findings of a diagnosis, each with a remedy, and the verdict.
 
-One function a finding, so that the live history, its verdict and the report cannot disagree. No
-finding about an overflow advises to clip: that comes after the backward.
+Each finding has one function, so that the live history, the verdict and the report agree. No
+finding about an overflow advises to clip, since a clip comes after the backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 Level = Literal["bad", "warn", "note", "good"]
 KEEPS = "keeps in float32 what overflows at any scale"
 REPEATED, MANY = 3, 6
-"""Overflows at good scales that are reported; that no difference between batches explains."""
+"""Overflows at good scales from which on a finding says so, and from which on it is a bad one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,15 @@ class Finding:
 
 
 def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
-    """Everything found in a run, and the findings in ``more``: bad ones first."""
+    """All findings about a run, and the findings in ``more``: bad ones first."""
     rules = (streak, mistakes, healed, loss, rise, overflow, skips)
     found = (*more, *(rule(run) for rule in rules))
     return sorted(filter(None, found), key=lambda finding: get_args(Level).index(finding.level))
 
 
 def verdict(run: Diagnosis, is_file: bool = False) -> str:
-    """How many windows stepped, the course of the loss where it is known, what went wrong and what
-    to do: a few sentences. Of a file the run is over or was killed, so how it ended is part of
-    them."""
+    """A few sentences: how many windows stepped, the loss where it is known, a problem and its
+    remedy; for a file also how the run ended."""
     counts, others = skips(run), [f for f in diagnose(run) if f != skips(run)]
     problem = next((f for f in others if f.level == "bad" or run.kind == "partly"), None)
     last_good = run.place(max(run.last_x - run.streak, 0)) if run.sessions else ""
@@ -65,13 +64,13 @@ def verdict(run: Diagnosis, is_file: bool = False) -> str:
 
 
 def is_well(run: Diagnosis) -> bool:
-    """Whether nothing is to be done, so that nobody needs to read the verdict."""
+    """Whether there is nothing to be done, and nobody needs to read the verdict."""
     is_bad = any(finding.level == "bad" for finding in diagnose(run))
     return run.kind == "stepped" and not (run.healed or is_bad)
 
 
 def ending(run: Diagnosis) -> Finding | None:
-    """How the last session of a file ended; None: as it should."""
+    """How the last session of a file ended; None for a proper end."""
     if not run.sessions:
         return None
     session, at = run.sessions[-1], "before its first window closed"
@@ -90,7 +89,7 @@ def ending(run: Diagnosis) -> Finding | None:
 
 
 def streak(run: Diagnosis) -> Finding | None:
-    """Every window was skipped, all of them or those at the end."""
+    """All windows were skipped, or all at the end."""
     is_nothing = run.windows == run.skips > 0 and not run.healed
     if not run.is_stuck and not is_nothing:
         return None
@@ -103,7 +102,7 @@ def streak(run: Diagnosis) -> Finding | None:
 
 
 def cause_of_skips(run: Diagnosis) -> str:
-    """Where the skips at the end of a run begin, and what helps."""
+    """Where the skips at the end of a run begin, and the remedy."""
     if _is_search(run):
         return f"Train for longer, or begin there: {as_set(run, 'init_scale', run.last_scale)}."
     if run.last_kind == "spike":
@@ -122,8 +121,8 @@ def cause_of_skips(run: Diagnosis) -> str:
 
 
 def _is_search(run: Diagnosis) -> bool:
-    """Too large a number overflows to inf. Where finite ones were seen to make a NaN, no scale
-    helps."""
+    """Whether all windows were skipped in search of a scale. Where a module has made a NaN, which
+    no lower scale prevents, it was no search."""
     first = run.first[1] if run.first else {}
     seen = (*(first.get("input") or ()), *(first.get("output") or ()))
     has_nan = any(math.isnan(float(each)) for each in seen)  # in a live record it is a text
@@ -131,7 +130,7 @@ def _is_search(run: Diagnosis) -> bool:
 
 
 def _cause(run: Diagnosis, before: int) -> str:
-    """Where overflows began, and what helps. ``before``: the window before the first of them."""
+    """Where overflows began, and the remedy. ``before``: the window before the first overflow."""
     if run.first is None or run.first[0] <= before:
         return _unknown_cause(run)
     x, first = run.first
@@ -146,7 +145,7 @@ def _cause(run: Diagnosis, before: int) -> str:
         helps = "Compute it in float32, and look at" if run.is_scaled else "Look at"
         data = "its input" if module else "the data of these batches"
         return f"{where} {helps} {data}.{rate}"
-    if run.settings.get("heal"):  # it has tried them by name
+    if run.settings.get("heal"):  # heal has tried the module by name
         helps = "heal has found no cure, as the log says. Train in bfloat16 or float32"
         return f"{where} {helps}.{rate}"
     names = in_float32(run)
@@ -168,15 +167,15 @@ def _unknown_cause(run: Diagnosis) -> str:
 
 
 def in_float32(run: Diagnosis) -> list[str]:
-    """``fp32_modules`` as they are in force: those of the settings, and the healed ones."""
+    """The ``fp32_modules`` in force: names of the settings, and healed modules."""
     given = run.settings.get("fp32_modules")
     names = given if isinstance(given, (list, tuple)) else ()  # a file may hold anything
     return list(dict.fromkeys((*names, *run.healed)))
 
 
 def as_set(run: Diagnosis, name: str, value: Any) -> str:
-    """A setting, written for the way in which the run was set: ``--heal``, ``heal: true`` for a
-    config file, or ``heal=True``."""
+    """A setting, written as the run got its settings: ``--heal``, ``heal: true`` for a config file,
+    or ``heal=True``."""
     is_list, way = isinstance(value, list), run.set_in
     if way == "code":
         return f"{name}={value!r}"
@@ -189,7 +188,7 @@ def as_set(run: Diagnosis, name: str, value: Any) -> str:
 
 
 def next_run(run: Diagnosis, name: str, value: Any) -> str:
-    """What to start next, with this setting."""
+    """The next run to start, with this setting."""
     setting, way = as_set(run, name, value), run.set_in
     if way == "code":
         return f"attach(..., {setting})"
@@ -199,7 +198,7 @@ def next_run(run: Diagnosis, name: str, value: Any) -> str:
 
 
 def mistakes(run: Diagnosis) -> Finding | None:
-    """What the script does wrong, in the words of the log."""
+    """The mistakes of the script, in the words of the log."""
     return Finding("bad", " ".join(run.mistakes)) if run.mistakes else None
 
 
@@ -214,7 +213,7 @@ def healed(run: Diagnosis) -> Finding | None:
 
 
 def loss(run: Diagnosis) -> Finding | None:
-    """The loss or the forward was inf or NaN, on some rank, or the norm of a step was."""
+    """The loss, the forward, or the norm of a step was inf or NaN."""
     if not run.bad.count:
         return None
     if run.is_scaled or not run.bad_steps.count:
@@ -259,11 +258,10 @@ def overflow(run: Diagnosis) -> Finding | None:
 
 
 def skips(run: Diagnosis) -> Finding:
-    """How many windows were skipped, and when; every run has this finding."""
+    """How many windows were skipped, and when: the finding that every run has."""
     if not run.windows:
         return Finding("note", "No window closed.")
-    counts = f"{run.windows:,} window{'s' * (run.windows != 1)}"
-    again = ""
+    counts, again = f"{run.windows:,} window{'s' * (run.windows != 1)}", ""
     if run.retried:
         again = f" {counted(run.retried, 'window')} overflowed and ran again, in "
         again += f"{run.retry_seconds:.3g} s; batches lost: {run.skips:,}."

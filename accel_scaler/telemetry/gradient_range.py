@@ -1,7 +1,7 @@
 """How much of float16's range scaled gradients take: the largest element.
 
-The backward computes in float16 what it has multiplied by the scale; so each gradient is measured
-as the backward left it, whatever was done to it since: unscaled, clipped, both, or neither.
+The backward computes in float16, with the scale in each number. So a gradient is measured as the
+backward left it, whether it was unscaled or clipped since or not.
 """
 
 from __future__ import annotations
@@ -14,42 +14,34 @@ from torch import Tensor
 
 from ..scaling import OptimizerRecord, Window, local
 
-Measured = list[tuple[Tensor, float]]
-"""Largest elements, float32, shape (), which a device may still compute; each with the factor that
-turns it into an element of the gradient that the backward left."""
-
 
 @torch.no_grad()
 def measure(
     params: Sequence[Tensor], window: Window, record: OptimizerRecord, scale: float | None
-) -> Measured:
-    """Measure the finite, dense float16 and float32 gradients of one optimizer.
+) -> float | None:
+    """The largest finite element in the dense float16 and float32 gradients of one optimizer; None
+    if there is none. Synchronises with the device.
 
-    Gradients are measured after micro-batches were added up and ranks averaged; of a DTensor only
-    this rank's elements. Nothing is, where single elements were clipped: how large they were is not
-    known. ``record``: of the optimizer, with what is still due. ``scale``: the window's; None:
-    nothing is scaled, and float32 gradients are left out. Does not synchronise with the device.
+    Micro-batches are added up and ranks averaged by then; a DTensor is this rank's shard. After a
+    clip of single elements nothing is known. ``record``: of the optimizer, with unscaling still to
+    come. ``scale``: the window's; None: nothing is scaled, and float32 gradients do not count.
     """
+    if window.clipped_values:
+        return None
     is_scaled = bool(record.deferred)  # nothing was done to them since the backward
     clips: dict[int, float] = {}
     for clip in () if is_scaled else window.grad_norms.clips:
         for p in clip.parameters if clip.coefficient != 1.0 else ():
             clips[id(p)] = clips.get(id(p), 1.0) * clip.coefficient
     ends: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
-    for p in () if window.clipped_values else params:
+    for p in params:
         grad, coefficient = p.grad, clips.get(id(p), 1.0)
         # A coefficient of 0 has left nothing to measure.
         if grad is not None and coefficient != 0 and _is_measurable(grad := local(grad), scale):
             factor = (1.0 if is_scaled or scale is None else scale) / coefficient
             ends.setdefault((grad.device, grad.dtype, factor), []).extend(torch.aminmax(grad))
-    return [(torch.stack(each).abs().amax().float(), key[2]) for key, each in ends.items()]
-
-
-def read_measured(found: Measured) -> float | None:
-    """The largest of all. Synchronises with a device that has not computed it yet."""
-    numbers: list[float] = [largest.tolist() for largest, _ in found]  # type: ignore[misc]
-    values = (number * factor for number, (_, factor) in zip(numbers, found, strict=True))
-    return max(filter(math.isfinite, values), default=None)
+    largest = (float(torch.stack(each).abs().amax()) * key[2] for key, each in ends.items())
+    return max(filter(math.isfinite, largest), default=None)
 
 
 def _is_measurable(grad: Tensor, scale: float | None) -> bool:

@@ -18,12 +18,12 @@ logger = logging.getLogger("accel_scaler")
 
 KEPT_RECORDS = 4096
 KEPT_DETAILS = 16
-"""Records that keep what they know of single parameters: of thousands, most of the memory."""
+"""Records that keep their norms, which would take most of the memory."""
 
 
 class History:
     """A bounded memory of windows, and totals over all of them. Holds no tensors. ``start``: the
-    precision and the settings; default: a run with a loss scale."""
+    precision and the settings; by default of a run with a loss scale."""
 
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
@@ -31,10 +31,9 @@ class History:
         self._lock = threading.Lock()  # another thread may read while windows close
         self._reported = ""
         self._before = Diagnosis()
-        """Of all windows but the last, which may still be amended."""
+        """A diagnosis of all windows but the last, which another optimizer may still amend."""
         self._before.begin(start or Start())
         self.is_scaled = self._before.is_scaled
-        """There is a loss scale."""
 
     @property
     def skips(self) -> int:
@@ -52,7 +51,7 @@ class History:
         return tuple(self.diagnosis().healed)
 
     def add(self, record: Record) -> None:
-        """Append the record of a window, or replace it when its index is the last one's."""
+        """Append the record of a window, or replace an earlier record of this window."""
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
             return
@@ -66,7 +65,7 @@ class History:
             self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
     def add_mistake(self, text: str) -> None:
-        """Let the verdict name a mistake of the script."""
+        """Give the verdict a mistake of the script."""
         with self._lock:
             self._before.add_mistake(text)
 
@@ -91,13 +90,13 @@ class History:
         return "\n".join(lines + [f"last {what} seen in: {', '.join(names)}"] * bool(names))
 
     def cause(self) -> str:
-        """Where the present run of skips begins, and what helps; "" without one."""
+        """Where the present run of skips begins, and the remedy; "" without skips at the end."""
         run = self.diagnosis()
         run.overflowed = ()  # the scaler names them itself
         return cause_of_skips(run) if run.streak else ""
 
     def report(self) -> None:
-        """Log the verdict if something is to be done, once for what is known."""
+        """Log the verdict if there is something to be done, each verdict once."""
         run = self.diagnosis()
         text = verdict(run)
         if run.windows and text != self._reported and not is_well(run):
@@ -109,7 +108,7 @@ class History:
         return next((r.overflowed for r in reversed(self.records) if r.overflowed), ())
 
     def progress(self) -> dict[str, float]:
-        """What a progress bar shows: ``scale`` of the next window, ``skips`` so far, windows
+        """Numbers for a progress bar: ``scale`` of the next window, ``skips`` so far, windows
         ``retried`` and modules ``healed`` where there are any, ``headroom`` where it is known.
 
         >>> bar.set_postfix(accelerator.scaler_history.progress())
@@ -142,7 +141,6 @@ class History:
 
 
 def _headroom(run: Diagnosis) -> float | None:
-    """How often the present scale can be doubled before the largest measured gradient overflows
-    float16; negative if float32 has added it up beyond. None without ``telemetry``, and until the
-    first measurement."""
+    """:func:`headroom` of the largest measured gradient at the present scale; None without
+    ``telemetry``."""
     return None if run.largest is None else headroom(run.largest[0] * run.last_scale)

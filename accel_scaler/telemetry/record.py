@@ -1,14 +1,14 @@
 """The schema of telemetry: what a record holds, and the lines of a file.
 
-A file is JSON lines, one a window. The kinds of line, in order: ``start`` (settings and versions),
-``names`` (of parameters in their model's order; again when they change), ``window``, ``end``; and
-``noted``, anywhere among them: what belongs to no window. Each start begins a new session in
-the same file, so a resumed run is appended to the one before. A reader ignores kinds and keys that
-it does not know; a change that older readers would misread raises ``FORMAT``.
+A file is JSON lines of these kinds, in order: ``start`` (settings and versions), ``names`` (of the
+parameters in their model's order; again when they change), ``window``, ``end``; a ``noted`` line
+(numbers that belong to no window, or a mistake) may stand anywhere. A resumed run appends another
+session, from its own ``start`` on. A reader ignores unknown kinds and keys; ``FORMAT`` rises with a
+change that older readers would misread.
 
 A ``window`` line has the fields of :class:`Record` under their names, ``index`` as ``step``.
 Numbers that are not finite are the texts ``"inf"``, ``"-inf"`` and ``"nan"``, since JSON has none.
-Times are seconds since the ``start`` line, those named ``_us`` microseconds.
+Times are seconds since the ``start`` line, or microseconds where the name ends in ``_us``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..console import plain
 
 Amount = Annotated[float, "finite, 0 or more"]
 Names = tuple[str, ...]
-"""Of the parameters whose norms a window has."""
+"""Names of the parameters whose norms a window has."""
 
 FORMAT = 2
 """Version of the file format; no other one is read."""
@@ -36,10 +36,10 @@ FIRST_BYTES = b'{"kind":"start"'
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One accumulation window, as it stood when it closed. Scalars are Python numbers."""
+    """One accumulation window as it closed, in Python numbers."""
 
     index: int
-    """Number of the window, from 0."""
+    """The number of the window, from 0."""
     scale: Amount
     """The scale that produced its gradients."""
     next_scale: Amount
@@ -55,50 +55,50 @@ class Record:
     spike: bool = False
     """A gradient norm was above ``skip_norm_above``."""
     growth_tracker: int = 0
-    """Windows without overflow since the last change of scale, after this one."""
+    """Windows without overflow since the last change of scale, this one included."""
     max_norm: float | None = None
-    """What the total norm was clipped to; None where it was not."""
+    """The limit of the clip by norm; None without a clip."""
     clip_coefficient: float | None = None
-    """What clipping multiplied the gradients by, at most 1; None where there was no clipping."""
+    """The factor of the clip, at most 1; None without a clip."""
     lr: tuple[float | None, ...] = ()
-    """Learning rate of each group of the window's optimizers; None: it is on a device."""
+    """Learning rate of each group of the window's optimizers; None: the rate is on a device."""
     time: Amount = 0.0
     """When the window ended: seconds since the start of the recording."""
     loss: float | None = None
-    """The unscaled loss on this rank: the sum of all in the window, each divided by the
+    """The unscaled loss on this rank: the sum over the window of the losses, each divided by the
     accumulation steps, so the mean over micro-batches. None where a loss is no single real number.
-    On a device only with ``telemetry``; where no norm was read, known with the next window."""
+    From a device only with ``telemetry``, and known with the next window."""
     loss_nonfinite: int = 0
-    """How many of its losses were inf or NaN; counted after an overflow only. Where ranks have
-    overflowed together, of the losses on all of them."""
+    """How many losses were inf or NaN, counted after an overflow only; over all ranks where they
+    overflowed together."""
     names: Names = ()
-    """Parameter names, in the order of ``norms``. The file has them in a line of their own."""
+    """Parameter names in the order of ``norms``; in the file, a line of their own."""
     norms: tuple[float, ...] | None = None
-    """Unscaled norm of each parameter's gradient, before clipping; NaN for a parameter without.
-    Only with ``telemetry``; kept for the last windows. Six digits in the file."""
+    """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
+    with ``telemetry``, and in memory only for the last windows. The file has six digits."""
     largest_gradient: Amount | None = None
-    """The largest magnitude in any gradient on this rank, scaled, before clipping. It may be above
-    65504, float16's largest number, as micro-batches are added up and ranks averaged in float32.
-    Only with ``telemetry``, once in ``underflow_interval`` windows; None after a clip by value."""
+    """The largest magnitude in a gradient on this rank, scaled, before clipping: above 65504,
+    float16's largest number, where float32 has added micro-batches up. Only with ``telemetry``,
+    once in ``underflow_interval`` windows; None after a clip by value."""
     first: dict[str, Any] | None = None
     """Where the overflow began, if it was found; see ``find_overflow``."""
     healed: tuple[str, ...] = ()
-    """Modules that run in float32 from the next window on, found by ``heal``."""
+    """Modules that ``heal`` has put in float32 from the next window on."""
     retries: int = 0
-    """How often it ran again, with ``on_overflow="retry"`` or ``heal``. Unless it is ``skipped``,
-    its gradients were finite after the last run, at ``scale``."""
+    """How often the window ran again (``on_overflow="retry"``, ``heal``). Unless it was ``skipped``
+    the last run, at ``scale``, had finite gradients."""
     first_scale: Amount | None = None
-    """The scale at which it first overflowed; None: it did not, or was not run again."""
+    """The scale of the first run; None for a window that ran once."""
     retry_us: int | None = None
-    """Microseconds that these runs took. Host time."""
+    """Host time of the runs after the first, in microseconds."""
     optimizer_us: int | None = None
-    """Microseconds that its update took, wherever it ran. Host time."""
+    """Host time of the update, on whichever thread it ran, in microseconds."""
     waited_us: int | None = None
-    """Microseconds that the training thread waited for it."""
+    """Microseconds for which the training thread waited for the update."""
 
     @property
     def has_bad_loss(self) -> bool:
-        """Whether one of its losses was inf or NaN, as far as they were looked at."""
+        """Whether a loss was inf or NaN, as far as the losses were looked at."""
         return self.loss_nonfinite > 0 or (self.loss is not None and not math.isfinite(self.loss))
 
 
@@ -108,7 +108,7 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """Those of ``FACTS`` that are known."""
+    """The known ones of ``FACTS``."""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The settings other than their defaults, ``telemetry`` apart."""
@@ -120,7 +120,7 @@ class End:
 
     time: Amount = 0.0
     error: str | None = None
-    """What ended the run early."""
+    """The exception that ended the run early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +128,26 @@ class Noted:
     """Numbers of the model, of an evaluation, or of the process at its end; or a mistake."""
 
     step: int
-    """The last window before them."""
+    """The index of the last window before the line."""
     values: dict[str, float]
     mistake: str = ""
-    """Of the script, as the log has named it."""
+    """A mistake of the script in the words of the log."""
 
 
 class BrokenLineError(Exception):
-    """This line cannot be used; the message says why."""
+    """A line that cannot be used; the message says why."""
 
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 ALWAYS = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "time")
-"""Keys of every window line, besides the fields without a default; others are left out where they
-have their default."""
+"""Fields that a window line has even at their default, where it leaves the others out."""
 DEFAULTS = {each.name: each.default for each in fields(Record)}
 del DEFAULTS["names"], DEFAULTS["norms"]
 
 
 def _finite(value: Any) -> Any:
-    """``value``, with texts for the numbers that JSON does not have."""
+    """``value``, with texts for numbers that JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return list(map(_finite, value)) if isinstance(value, tuple) else value
@@ -176,11 +175,11 @@ def encode_noted(step: int, values: Mapping[str, float], mistake: str = "") -> s
 
 
 def encode_line(kind: str, **values: Any) -> str:
-    """Any line: its kind, then these values."""
+    """A line of any kind: the kind, then the values."""
     return _to_json({"kind": kind, **values})
 
 
-# Reading: a ``ValueError``, ``TypeError`` or the like means that the line is broken.
+# In the functions for reading a ValueError, a TypeError or the like means that the line is broken.
 
 FACTS: dict[str, Any] = {
     **dict.fromkeys(("package", "device", "device_name", "precision", "set_in"), str),
@@ -203,7 +202,7 @@ def _text(value: object) -> str:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """``value``, from JSON, as the type of a field."""
+    """A value from JSON as the type of a field."""
     if isinstance(kind, dict):
         return _read(value, kind)
     parts = get_args(kind)
@@ -222,14 +221,14 @@ def _converted(value: Any, kind: Any) -> Any:
 
 
 def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
-    """The values of an object by their types; those of null are left out."""
+    """The values of an object by their types, without those that are null."""
     known = {key: kind for key, kind in kinds.items() if line.get(key) is not None}
     return {key: _converted(line[key], kind) for key, kind in known.items()}
 
 
 def _read_window(line: dict[str, Any], names: Names) -> Record:
     values = {"grad_norm": None} | _read(line, WINDOW)
-    if "first" in values:  # with every key, as the overflow finder wrote it
+    if "first" in values:  # a reader finds every key, whoever wrote the file
         values["first"] = {k: "" if t is str else None for k, t in FIRST.items()} | values["first"]
     if names and "norms" in values and len(values["norms"]) != len(names):
         raise ValueError(f"{len(values['norms'])} norms of {len(names)} names")
@@ -238,21 +237,25 @@ def _read_window(line: dict[str, Any], names: Names) -> Record:
 
 def _read_start(line: dict[str, Any]) -> Start:
     if (version := _converted(line["format"], int)) != FORMAT:
-        return Start(version)  # its other keys may mean something else
+        return Start(version)  # the other keys may mean something else there
     facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
     datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {}  # numbers, lists and none as they are, the texts of others
-    for key, value in line.get("settings", {}).items():
-        is_plain = value is None or (isinstance(value, (int, float)) and not abs(value) > 2**53)
-        value = list(map(_text, value)) if isinstance(value, list) else value
-        settings[_text(key)] = value if is_plain or isinstance(value, list) else _text(value)
+    settings = {_text(key): _setting(value) for key, value in line.get("settings", {}).items()}
     return Start(version, facts, settings, changed)
 
 
+def _setting(value: Any) -> Any:
+    """A number or null as it is, a list of texts, or a text."""
+    if isinstance(value, list):
+        return list(map(_text, value))
+    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
+    return value if value is None or is_number else _text(value)
+
+
 def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
-    """One line of a file; None: of a kind that this version does not know. ``names``: those of the
-    last names line; (): that line was lost. Raises ``BrokenLineError`` for a line that is not JSON,
-    or does not follow the format."""
+    """One line of a file; None for an unknown kind. ``names``: the content of the last names line,
+    or () where it was lost. Raises ``BrokenLineError`` for a line that is not JSON or does not
+    follow the format."""
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text

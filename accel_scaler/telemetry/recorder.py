@@ -1,4 +1,4 @@
-"""Observes each window and records it, in memory and in a file if there is one."""
+"""The observer that records each window, in memory and in a file if there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,50 +22,40 @@ from ..devices import peak_memory
 from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
 from ..version import __version__
-from .gradient_range import Measured, measure, read_measured
+from .gradient_range import measure
 from .history import History
 from .record import Record, Start
 from .writer import Journal, OpenRecord, path_of
 
 EVALUATION = re.compile("(eval|val|valid|validation|test)[_/](?!.*(time|_per_second)$)")
-"""Names that values of an evaluation begin with; how long it took is none."""
+"""The names of an evaluation's values, without its duration and its speed."""
 SECRET = re.compile("-.*(token|secret|password|key)$", re.IGNORECASE)
 """Flags whose values stay out of the file."""
 
 
 class Recorder(Observer):
-    """Records each window in memory, and in a file if there is one.
+    """Records each window of ``scaler`` in memory and, with a ``journal``, in its file.
 
-    Args:
-        scaler: whose windows these are.
-        journal: the telemetry file; None: records in memory, without norms of each parameter.
-        underflow_interval: windows between two measurements of the gradients' range.
-        start: the settings and where they are from.
+    The range of the gradients is measured once in ``underflow_interval`` windows, for the file.
     """
 
     def __init__(
-        self,
-        scaler: GradScaler,
-        journal: Journal | None = None,
-        underflow_interval: int = 100,
-        start: Start | None = None,
+        self, scaler: GradScaler, journal: Journal | None, underflow_interval: int, start: Start
     ) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_each_norm = journal is not None
         self._is_scaled = scaler.is_enabled()
-        start = start or Start()
-        floor = {"min_scale": scaler.rule.min_scale if self._is_scaled else None}
-        facts = start.facts | {"precision": "fp16" if self._is_scaled else "no"}
-        self.history = History(Start(facts=facts, settings=start.settings | floor))
+        self.history = History(start)
         self.underflow_interval = underflow_interval
         self._table, self._noted = NameTable(scaler.parameter_names), 0
         self._open: OpenRecord | None = None
         """The record of the last window, which another optimizer may join."""
-        self._measured: tuple[int, Measured] = (-1, [])
-        """A window's index and its measurements, to be read in a later one."""
-        self._next_measured = 0
+        self._measured, self._next_measured = -1, 0
+        """Indices: of the last window whose gradients were measured, and of the next one."""
+        self._largest: list[float] = []
+        """The largest gradient of each optimizer in the measured window."""
         self._start = time.perf_counter() if journal is None else journal.start_s
-        self._reports = facts.get("rank", 0) == 0
+        self._reports = start.facts.get("rank", 0) == 0
         if self._reports:
             weakref.finalize(self, _report, self.history, os.getpid())
         if journal is not None:
@@ -77,44 +67,37 @@ class Recorder(Observer):
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
         """Read what the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
-        if not self.wants_each_norm:
+        if self.journal is None:
             return
         names = self.scaler.parameter_names
-        if self.journal is not None and self._noted != names.version:
+        if self._noted != names.version:
             self._noted, params = names.version, names.parameters()
             found = {"parameters": sum(p.numel() for p in params)}
             found["parameters_trained"] = sum(p.numel() for p in params if p.requires_grad)
             found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
             self.journal.note(found)
-        window.losses.send()  # from a device it is read when its record is written
-        index, interval = window.index, self.underflow_interval
-        if self._measured[0] != index:
-            self._read_range()
-        record, before = window.record(optimizer), window.before
+        window.losses.send()  # a copy from a device is read when its record is written
+        record, index = window.record(optimizer), window.index
         if record.found_inf:
             return
         if index >= self._next_measured:
-            self._measured, self._next_measured = (index, []), (index // interval + 1) * interval
-        if index == self._measured[0]:
+            self._measured, self._largest = index, []
+            self._next_measured = (index // self.underflow_interval + 1) * self.underflow_interval
+        if index == self._measured:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
-            scale = before.scale if before is not None and self._is_scaled else None
-            self._measured[1].extend(measure(params, window, record, scale))
-
-    def _read_range(self) -> None:
-        (index, measured), self._measured = self._measured, (-1, [])
-        # A window whose update failed has no record.
-        if measured and self._open is not None and self._open.record.index == index:
-            largest = read_measured(measured)
-            self._open.record = replace(self._open.record, largest_gradient=largest)
+            assert window.before is not None
+            scale = window.before.scale if self._is_scaled else None
+            largest = measure(params, window, record, scale)
+            self._largest += [] if largest is None else [largest]
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
-        """Record the window, or what one more optimizer did in it."""
+        """Record the window, or the share of one more optimizer in it."""
         index, norms, losses = window.index, window.grad_norms, window.losses
         before_close = window.before
         assert before_close is not None
-        found_inf = window.found_inf or not norms.are_finite  # also where that is not checked
+        found_inf = window.found_inf or not norms.are_finite  # also where nothing is checked
         bad = window.bad_losses if found_inf else 0
         max_norm, coefficient = norms.clip
         overflowed = [name for each in window.states.values() for name in each.names]
@@ -139,6 +122,7 @@ class Recorder(Observer):
             retries=window.retries,
             first_scale=window.first_scale if window.retries else None,
             retry_us=round(window.retry_s * 1e6) if window.retries else None,
+            largest_gradient=max(self._largest, default=None) if index == self._measured else None,
             loss=losses.total() if losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
             loss_nonfinite=losses.bad() if bad is None else bad,
@@ -155,7 +139,7 @@ class Recorder(Observer):
         self.history.add(record)
 
     def note(self, logged: Mapping[str, Any]) -> None:
-        """Write what of these values an evaluation has measured, by their names."""
+        """Write the values of an evaluation, which their names tell, to the file."""
         if self.journal is not None:
             known = {str(k): v for k, v in logged.items() if isinstance(v, (int, float))}
             self.journal.note({k: v for k, v in known.items() if EVALUATION.match(k)})
@@ -166,20 +150,19 @@ class Recorder(Observer):
             self.history.add(window.complete())
 
     def mistake_named(self, text: str) -> None:
-        """Let the verdict say it, too, live and from the file."""
+        """Let the verdict repeat it, live and from the file."""
         self.history.add_mistake(text)
         if self.journal is not None:
             self.journal.note({}, text)
 
     def run_ended(self, error: str) -> None:
-        """Write all that is known: ``error`` ends the run."""
+        """Write everything to the file, since ``error`` ends the run."""
         if self.journal is not None:
             self.journal.error = error
         self.flush()
 
     def flush(self) -> None:
-        """Write what is known of the last window, and log the verdict where that is of use."""
-        self._read_range()
+        """Write the last window as far as it is known, and log the verdict where it is of use."""
         self._close_window()
         self.scaler.window.grad_norms.forget()
         if self.journal is not None:
@@ -199,7 +182,7 @@ def _report(history: History, pid: int) -> None:
 
 
 class NameTable:
-    """Puts norms in the order of the model; remembers names. Holds parameters weakly."""
+    """Puts norms in the order of the model. Remembers names, and holds parameters weakly."""
 
     def __init__(self, parameter_names: ParameterNames) -> None:
         self.parameter_names = parameter_names
@@ -207,17 +190,17 @@ class NameTable:
         self._version = -1
 
     def _forget(self, _: object) -> None:
-        self._ids = []  # one of them may be that of another parameter now
+        self._ids = []  # Python may give the id of a dead parameter to a new one
 
     def norms(self, found: Iterable[GradNorm], optimizer: Optimizer) -> dict[str, Any]:
-        """``names`` and ``norms`` of a record, where there are norms: those of ``found``, of
-        disjoint parameters, that are on the host. Parameters of no known model are named by the
-        optimizer and come last."""
+        """``names`` and ``norms`` of a record, if ``found``, on the host and of disjoint
+        parameters, has norms. Parameters of no known model are named by the optimizer and come
+        last."""
         if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
         ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
         params = [p for m, _ in known for p in m.parameters]
-        ids = list(map(id, params)) if ids is None else ids
+        ids = ids or list(map(id, params))
         if ids != self._ids or self._version != self.parameter_names.version:
             place = {key: number for number, key in enumerate(self.parameter_names.by_id())}
             called = self.parameter_names.of(params, optimizer)
@@ -262,5 +245,6 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "command": command_line(sys.argv),
         }
         journal = Journal(path, {**facts, **own})
+    facts = facts | {"precision": "fp16" if scaler.is_enabled() else "no"}
     start = Start(facts=facts, settings=settings)
     return Recorder(scaler, journal, config.underflow_interval, start)

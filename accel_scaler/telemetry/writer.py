@@ -26,7 +26,7 @@ from .record import (
     encode_window,
 )
 
-if TYPE_CHECKING:  # they need torch, which a look at a path does not
+if TYPE_CHECKING:  # for the launcher's look at a path: these modules would import torch
     from ..config import ScalerConfig
     from ..optimizer_step import StepTiming
     from ..scaling import Losses
@@ -34,11 +34,12 @@ if TYPE_CHECKING:  # they need torch, which a look at a path does not
 logger = logging.getLogger("accel_scaler")
 
 MAX_WAIT_S = 0.5
-"""Seconds after which waiting windows are written; a killed run may lose as many. To write each one
-at once takes several times as long: every step evicts the writer from the processor's cache."""
+"""Seconds after which waiting windows are written, and which a killed run may lose. One write for
+each window would take several times as long: a step evicts the writer from the processor's cache.
+"""
 
 MAX_WAITING = 64
-"""The most windows that wait, so that those of an update that hangs do not pile up."""
+"""The most windows that wait, also for an update that hangs."""
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ class OpenRecord:
         return all(timing.finished for timing in self.timings)
 
     def complete(self) -> Record:
-        """The record with what is known by now of its loss and its updates."""
+        """The record, with the loss and the times of updates as far as they are known by now."""
         if self.late_losses is not None:
             self.record = replace(self.record, loss=self.late_losses.total())
             self.late_losses = None
@@ -73,11 +74,11 @@ class OpenRecord:
 
 
 class Journal:
-    """A telemetry file that is open for appending; directories above it are made. ``facts``: the
+    """A telemetry file, open for appending, in a directory that is made if need be. ``facts``: the
     contents of the ``start`` line, besides the time and the format.
 
-    Never ends a training run: a failing write (a full disk) is a warning, and the last. Windows are
-    written in order, the last one when the next is appended: some together, overflows at once.
+    It never ends a training run: after a failed write (a full disk) it warns, and writes no more.
+    Windows are written in order, once the next one is there: some together, overflows at once.
     """
 
     def __init__(self, path: str, facts: Mapping[str, Any]) -> None:
@@ -85,7 +86,7 @@ class Journal:
         self.start_s = time.perf_counter()
         """``perf_counter`` at the start line: the zero of all times in the file."""
         self.error: str | None = None
-        """What ended the run."""
+        """The error that ended the run."""
         self._step = 0
         self._names: tuple[str, ...] = ()
         self._waiting: deque[OpenRecord] = deque()
@@ -104,7 +105,7 @@ class Journal:
             raise _refusal(path, str(error)) from error
 
     def append(self, window: OpenRecord) -> None:
-        """Append a window; no other optimizer joins the one before it any more."""
+        """Append a window, which no optimizer of the window before it joins any more."""
         waiting, self._step = self._waiting, window.record.index
         overflowed = bool(waiting) and waiting[-1].record.found_inf
         waiting.append(window)
@@ -114,20 +115,20 @@ class Journal:
                 self._write()
 
     def note(self, values: Mapping[str, float], mistake: str = "") -> None:
-        """Write numbers that belong to no window, or a mistake of the script, if there are any."""
+        """Write numbers that belong to no window, or a mistake of the script, if there is one."""
         if values or mistake:
             self._try_to_put(encode_noted(self._step, values, mistake))
 
     def flush(self) -> None:
-        """Write all windows, with what is known of them now."""
+        """Write all windows as far as they are known now."""
         while self._waiting:
             self._write()
 
     def close(self, at_end: Callable[[], Mapping[str, float]] = dict) -> None:
-        """Write the rest, what ``at_end`` returns and the ``end`` line; close it. Idempotent."""
+        """Write the rest, the numbers of ``at_end`` and the ``end`` line. Idempotent."""
         self.flush()
         self.note(at_end())
-        error = getattr(sys, "last_value", None)  # what ends the process, when it exits
+        error = getattr(sys, "last_value", None)  # the exception that ends the process, at its exit
         if self.error is None and error is not None and not hasattr(sys, "ps1"):
             self.error = f"{type(error).__name__}: {error}"
         seconds = round(time.perf_counter() - self.start_s, 6)
@@ -135,7 +136,7 @@ class Journal:
         self._file.close()
 
     def _write(self) -> None:
-        """Write the first window, and before it the names of its parameters if they are new."""
+        """Write the first window, and before it new names of its parameters."""
         self._written_s = time.perf_counter()
         record = self._waiting.popleft().complete()
         lines = [encode_window(record)]
@@ -150,8 +151,8 @@ class Journal:
             data = data[os.write(self._file.fileno(), data) :]
 
     def _try_to_put(self, *lines: str) -> None:
-        """Append whole lines, or warn that it is not possible, and close the file."""
-        if self._file.closed or self._pid != os.getpid():  # a copy in a forked process
+        """Append whole lines; where that fails, warn and close the file."""
+        if self._file.closed or self._pid != os.getpid():  # a forked process has a copy
             return
         try:
             self._put(*lines)
@@ -164,16 +165,16 @@ class Journal:
 
 
 def path_of(config: ScalerConfig, rank: int) -> str | None:
-    """The telemetry file that this rank writes; None: it writes none. Only rank 0 does, but each
-    rank its own where the path has ``{rank}``."""
+    """The telemetry file of this rank: of rank 0 alone, unless the path has ``{rank}``. None for a
+    rank without one."""
     path = os.fspath(config.telemetry or "")
     is_written = rank == 0 or "{rank}" in path
     return path.replace("{rank}", str(rank)) if path and is_written else None
 
 
 def refuse_unwritable(path: str) -> None:
-    """Raise ``ConfigError`` for a path that cannot be written, is no regular file, or is a file of
-    another kind or another format. Creates nothing."""
+    """Raise ``ConfigError`` for a path that cannot be written, for anything but a regular file, and
+    for a file of another kind or format. Creates nothing."""
     path = os.path.expanduser(path)
     try:
         if not os.path.exists(path):

@@ -86,14 +86,15 @@ def is_capturing() -> bool:
 def warn_where_idle(step_mode: str, offload: str, device: torch.device) -> None:
     """Log, once a process, a setting that has nothing to do on ``device``."""
     if offload == "cpu" and device.type == "cpu":
-        _warn_once("offload='cpu': the model is on the CPU, so its state is in host memory anyway.")
+        warn_once("offload='cpu': the model is on the CPU, so its state is in host memory anyway.")
     if step_mode == "overlap" and device.type != "cpu":
-        _warn_once(
+        warn_once(
             f"step_mode='overlap': on {device.type} parameters are updated as in 'sync'. A device "
             "has nothing to gain: its optimizer takes 2 to 5 per cent of a step."
         )
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, once a process."""
     logger.warning("%s", text)

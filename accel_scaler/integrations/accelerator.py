@@ -1,4 +1,4 @@
-"""ScaledAccelerator: every change to an accelerator is a method overridden here."""
+"""The class of an attached accelerator, which overrides each method that works differently."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def scaler_history(self) -> History:
-        """The history of the scaler: one record a window, totals, ``summary()``."""
+        """The history of the windows: records, totals, ``summary()``."""
         return History() if self._attachment is None else self._attachment.recorder.history
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,11 +70,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _preparing(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Refuse what cannot be prepared before the block, take over optimizers at its end. After
-        an error nothing stays registered: another ``prepare`` would register it twice, and an LR
-        scheduler asks the first of two wrappers whether a step was skipped."""
+        """Before the block refuse unsuitable objects, at its end take over optimizers. An error
+        leaves nothing registered: a second ``prepare`` would register it twice, and an LR scheduler
+        asks the first of two wrappers whether a step was skipped."""
         attachment = self._attachment
-        if attachment is None or attachment.is_preparing:  # one of the objects of an outer block
+        if attachment is None or attachment.is_preparing:  # prepare() calls prepare_optimizer()
             yield
             return
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
@@ -90,7 +90,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             yield
             attachment.take_over(optimizers)
         except BaseException:
-            attachment.release([each for each in self._optimizers if id(each) not in given])
+            new = [each for each in self._optimizers if id(each) not in given]
+            for optimizer in attachment.optimizers.intersection(new):
+                optimizer.leave(attachment)
             for kind in registered:
                 kind[:] = [each for each in kind if id(each) in known]
             raise
@@ -110,7 +112,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment is not None:
             if attachment.scales and self.native_amp:
-                # Accelerate leaves a model as it is that another accelerator has prepared.
+                # Accelerate does nothing to a model that another accelerator has prepared.
                 add_autocast(self, [prepared])
             if attachment.scales:
                 add_emulation(self, prepared)
@@ -136,13 +138,13 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's: divide by the accumulation steps, scale, backward.
 
         Raises:
-            ConfigError: a glob in ``fp32_modules`` matches no module; nothing was done.
+            ConfigError: a glob in ``fp32_modules`` matches no module; no gradient was computed.
         """
         attachment = self._attachment
         if attachment is None:
             super().backward(loss, **kwargs)
             return
-        attachment.fp32_modules.refuse_unmatched(attachment.models)  # all are prepared now
+        attachment.fp32_modules.refuse_unmatched(attachment.models)  # all models are prepared now
         for optimizer in list(attachment.optimizers):  # before anything reads the gradients
             optimizer.follow_parameters()
             optimizer.dropped.backward(self.sync_gradients)
@@ -153,7 +155,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """As Accelerate's; float16 products are fast on a CPU without float16 instructions, too."""
+        """As Accelerate's; also on a CPU without float16 instructions float16 products are fast."""
         emulation = nullcontext() if self._attachment is None else self._attachment.float16()
         with emulation, super().autocast(*args, **kwargs):
             yield
@@ -162,8 +164,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(
         self, joinables: Any, even_batches: bool | None = None
     ) -> Iterator[None]:
-        """As Accelerate's. In fp16 every rank leaves it with the scale of those that had the most
-        batches: the others have counted fewer windows towards growth."""
+        """As Accelerate's. In fp16 every rank leaves it with the scale of the rank with the most
+        batches: other ranks have counted fewer windows towards growth."""
         with super().join_uneven_inputs(joinables, even_batches):
             yield
         if self._attachment is not None and self._attachment.scales:
@@ -171,10 +173,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     @untraced
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of ``optimizer`` (default: all prepared), once a window.
-
-        Before the last micro-batch of a window it does nothing.
-        """
+        """Unscale the gradients of ``optimizer`` (default: of all prepared ones) in the last
+        micro-batch of a window, once; before it do nothing."""
         if self._attachment is None:
             super().unscale_gradients(optimizer)
         elif self.sync_gradients:
@@ -187,14 +187,14 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Unscale, then clip the total norm of ``parameters`` to ``max_norm``.
 
-        On the last micro-batch of a window it clips. In fp16 an earlier call changes nothing and
-        returns the unscaled norm so far; in bf16 and fp32 it clips, as stock does.
+        In fp16 a call before the last micro-batch of a window changes nothing and returns the
+        unscaled norm so far; in bf16 and fp32 it clips, as stock does.
 
         Returns the total norm before clipping, unscaled, shape (); inf after an overflow.
         Synchronises with the device once.
         """
         attachment = self._attachment
-        # Stock, which only telemetry observes, clips on every micro-batch.
+        # Where nothing is scaled a clip before the last micro-batch is stock's.
         if attachment is None or not (self.sync_gradients or attachment.scales):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         boundary = attachment.boundary
@@ -215,15 +215,15 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         micro-batch only."""
         attachment = self._attachment
         if attachment is None or self.distributed_type == DistributedType.FSDP:
-            super().clip_grad_value_(parameters, clip_value)  # under FSDP it refuses
+            super().clip_grad_value_(parameters, clip_value)  # under FSDP Accelerate refuses
         elif self.sync_gradients or not attachment.scales:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             parameters = [p for p in parameters if p.grad is not None]
             attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; adds the ``scaler/...`` values of the last window. Telemetry notes those
-        of an evaluation (``eval...``, ``val...``, ``test...``)."""
+        """As Accelerate's; adds the ``scaler/...`` values of the last window. Telemetry notes the
+        values of an evaluation (``eval...``, ``val...``, ``test...``)."""
         if self._attachment is not None:
             self._attachment.recorder.note(values)
             if self._attachment.config.log_values:

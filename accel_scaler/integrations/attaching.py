@@ -39,9 +39,9 @@ def attach(
             ``transformers.Trainer``. A second call with no settings, or with those in force, does
             nothing.
         config: a :class:`ScalerConfig`, beside which the environment is not read, or a mapping of
-            some of its fields. A setting of the scale that no source sets (in a ScalerConfig: that
-            is at its default) is taken from the scaler that is replaced (``GradScalerKwargs``), as
-            is its state.
+            some of its fields. A setting of the scale that no source sets (in a ScalerConfig: a
+            field at its default) comes from the replaced scaler (``GradScalerKwargs``), as does
+            the state.
         **settings: fields of :class:`ScalerConfig`; they take precedence over ``config``, which
             takes precedence over ``ACCEL_SCALER_<FIELD>`` in the environment.
 
@@ -92,7 +92,7 @@ def attach(
 
 
 def attach_default(target: Any) -> Attachment:
-    """:func:`attach`; settings of a later ``attach(target, config)`` replace its own."""
+    """:func:`attach`, for which a later ``attach(target, config)`` may give other settings."""
     attached = attachment_of(attach(target))
     assert attached is not None
     attached.is_default = True
@@ -118,7 +118,7 @@ def detach(target: T) -> T:
 
 
 def scaled_class(cls: Any, scaled: Any) -> Any:
-    """``scaled``, or for a subclass of its base a class with both as bases."""
+    """``scaled``, or for a subclass of its base a class with both bases."""
     if cls in scaled.__bases__:
         return scaled
     if cls not in _scaled_classes:
@@ -127,7 +127,7 @@ def scaled_class(cls: Any, scaled: Any) -> Any:
 
 
 def _trainer_module(target: object) -> Any:
-    """``trainer.py`` if ``target`` is a Trainer; transformers is never imported for it."""
+    """``trainer.py`` if ``target`` is a Trainer, without an import of transformers."""
     transformers = sys.modules.get("transformers.trainer")
     if transformers is None or not isinstance(target, transformers.Trainer):
         return None

@@ -1,15 +1,13 @@
-"""What :func:`accel_scaler.attach` adds to one accelerator, and how it is removed again."""
+"""The additions of :func:`accel_scaler.attach` to one accelerator, and their removal."""
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..async_optimizer import Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
-from ..devices import device_name, warn_where_idle
+from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary, ReplicaStepper, own_parameters, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
@@ -32,29 +30,26 @@ from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 
-logger = logging.getLogger("accel_scaler")
-
-
 TOGETHER = ("find_overflow", "heal", "on_overflow", "growth_headroom")
-"""Settings that ranks which explain an overflow together have to share."""
+"""Settings that ranks have to share to explain an overflow together."""
 OF_A_RANK = (
     *("fp32_modules", "max_consecutive_skips", "telemetry", "underflow_interval", "log_values"),
     *TOGETHER,
 )
-"""Settings that a rank may have alone: nobody waits for it, and steps and scales are the same."""
+"""Settings that may differ by rank: no rank waits for another, and steps and scales stay equal."""
 
 
 class Attachment:
-    """Everything that is added to one accelerator, as its one new attribute.
+    """The one new attribute of an accelerator, with everything else that was added to it.
 
-    Holds its accelerator weakly: an optimizer that outlives it does not keep its models.
+    Holds the accelerator weakly: an optimizer that outlives it does not keep its models.
 
     Args:
-        accelerator: a stock one.
-        requested_config: as given to ``attach``; ``config`` is the same, as far as the precision
-            allows, with the settings of the replaced scaler.
-        named: fields that a call or the environment names; they take precedence over that scaler's.
-        in_code: the script requested settings; else they are those of the environment.
+        accelerator: a stock accelerator.
+        requested_config: the settings that ``attach`` was given; ``config`` adds the
+            settings of the replaced scaler, as far as the precision allows.
+        named: fields that a call or the environment names, which outrank the replaced scaler's.
+        in_code: the script requested settings; else they are from the environment.
 
     Raises as :func:`accel_scaler.attach`; nothing was changed then.
     """
@@ -63,8 +58,8 @@ class Attachment:
         self,
         accelerator: Any,
         requested_config: ScalerConfig,
-        named: Collection[str] = (),
-        in_code: bool = True,
+        named: Collection[str],
+        in_code: bool,
     ) -> None:
         refuse_other_scalers(accelerator)
         self.rank: int = accelerator.process_index
@@ -73,7 +68,7 @@ class Attachment:
         config, precision = requested_config, accelerator.mixed_precision
         refuse_unscaled(config, precision)
         self.scales: bool = precision == "fp16"
-        """False: nothing is scaled, every window has scale 1."""
+        """Losses are scaled; else every window has scale 1."""
         if not self.scales:
             config = replace(config, enabled=False)
         refuse_unsuitable(accelerator._optimizers, config, accelerator.device)
@@ -83,11 +78,11 @@ class Attachment:
         config = replace(config, **settings)
         self.config, self.requested_config = config, requested_config
         self.is_default = False
-        """A later ``attach`` with settings replaces these."""
+        """A later ``attach`` with settings replaces this attachment."""
         self.device: torch.device = accelerator.device
         warn_where_idle(config.step_mode, config.offload, self.device)
         self.fp32_modules = Fp32Modules(config.fp32_modules)
-        """The modules that run in float32 once their model is prepared."""
+        """Modules that run in float32 once their model is prepared."""
         for model in self.models:
             self.fp32_modules.refuse_uncastable(model)
         self.stock_class: type | None = None
@@ -135,25 +130,25 @@ class Attachment:
         )
         self.worker = Worker()
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
-        """Adopted ones; the accelerator drops its own list in ``free_memory``."""
+        """Adopted optimizers; the accelerator drops its own list in ``free_memory``."""
         self.is_preparing = False
-        """In a ``prepare`` of the accelerator."""
+        """A ``prepare`` of the accelerator is under way."""
         self._added_autocast = False
 
     @property
     def models(self) -> list[Module]:
-        """What the accelerator has prepared."""
+        """The models that the accelerator has prepared."""
         accelerator = self._accelerator()
         return [] if accelerator is None else list(accelerator._models)
 
     def float16(self) -> AbstractContextManager[None]:
-        """In the block float16 products have kernels, where the CPU has none."""
+        """In the block a CPU without float16 kernels has float16 products."""
         is_needed = self.scales and self.device.type == "cpu"
         return emulate_float16() if is_needed else nullcontext()
 
     def watch(self, prepared: Module, inner: Module) -> None:
-        """Register the parameter names of ``inner``, the model in what the training loop calls, and
-        watch it for overflows."""
+        """Register the parameter names of ``inner``, the model in ``prepared``, and watch it for
+        overflows."""
         self.scaler.parameter_names.add_module(inner)
         self.scaler.ranks.watch(prepared)
         if self.explainer is not None:
@@ -163,7 +158,7 @@ class Attachment:
         """Let the ranks of a model explain its overflows together if all have the same settings.
 
         A collective where ``prepared`` is DDP's, or sharded, over all ranks. Raises ``ConfigError``
-        on all of them where settings differ by which ranks would step or scale otherwise.
+        on all ranks where a setting differs that steps or scales depend on.
         """
         if not has_ranks() or not is_worldwide(prepared):
             return
@@ -177,29 +172,13 @@ class Attachment:
             self.explainer.is_everywhere = not set(differ).intersection(TOGETHER)
 
     def share_scale(self) -> None:
-        """Take the scale and the counters of the rank that has closed the most windows. A
-        collective, after ``Join``."""
+        """Take scale and counters of the rank that has closed the most windows. A collective, after
+        ``Join``."""
         if not self.scaler.ranks.are_uneven:
             return
         mine = self.scaler.window.index, self.scaler.read_state()
         answers = gather_objects(mine, self.device)
         self.scaler.write_state(max(answers, key=itemgetter(0))[1])
-
-    def keep_fp32(self, state_dict: dict[str, Any]) -> None:
-        """Run the modules in float32 that the saved run had healed.
-
-        Raises:
-            ConfigError: the state's ``fp32_modules`` are no list of names.
-            UnsupportedError: a module that cannot be cast.
-        """
-        names = state_dict.get("fp32_modules", [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(
-                f"scaler state dict: got fp32_modules={shown(names)}, expected a list of module "
-                "names."
-            )
-        if names:
-            self.fp32_modules.add(names, self.models)
 
     def install(self, accelerator: Any) -> None:
         """Install autocast, scaler, names and optimizers; all is undone if one of them fails."""
@@ -211,7 +190,7 @@ class Attachment:
                 add_autocast(accelerator, self.models)
             if self.scales:
                 accelerator.scaler = self.scaler
-            # Accelerate's list has models without DDP's wrapper.
+            # The list of models has them without DDP's wrapper.
             self.scaler.ranks.knows_all = not self.models
             for model in self.models:
                 self.fp32_modules.enable(model)
@@ -224,7 +203,7 @@ class Attachment:
             raise
 
     def remove(self, accelerator: Any) -> None:
-        """Undo all, and give the present scale to the scaler that was replaced. Raises as
+        """Undo :meth:`install`, and give the present scale to the replaced scaler. Raises as
         :func:`accel_scaler.detach`."""
         scaler, stock = self.scaler, self.stock_scaler
         if scaler.is_enabled():
@@ -237,12 +216,12 @@ class Attachment:
             if stock is not None and stock.is_enabled():
                 stock.load_state_dict(scaler.state_dict())
                 if scaler.has_begun and stock._scale is None:
-                    # A later attach() would take it for a scaler without state.
+                    # Without its tensor a later attach() would find no state in it.
                     stock._lazy_init_scale_growth_tracker(self.device)
         self._undo(accelerator)
 
     def _undo(self, accelerator: Any) -> None:
-        """Undo what was done to the accelerator, and to what it has prepared."""
+        """Undo the changes to the accelerator, and to prepared models and optimizers."""
         failed: StepError | None = None
         for optimizer in list(self.optimizers):
             try:
@@ -268,20 +247,14 @@ class Attachment:
             raise failed
 
     def take_over(self, optimizers: Any) -> None:
-        """These prepared optimizers own their parameters from now on; older owners are closed.
-        Raises ``StepError`` if the last step of one failed."""
+        """Make these prepared optimizers the owners of their parameters, and close older owners.
+        Raises ``StepError`` if the last step of an older owner failed."""
         for stepper in map(stepper_of, inner_of(optimizers)):
             if isinstance(stepper, ReplicaStepper):
                 own_parameters(stepper)
 
-    def release(self, optimizers: Collection[Any]) -> None:
-        """Their preparation failed: they are Accelerate's again."""
-        for optimizer in self.optimizers.intersection(optimizers):
-            self.scaler.release(optimizer.stepped_optimizer)
-            optimizer.leave(self)
-
     def forget(self, optimizer: Optimizer) -> None:
-        """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
+        """Neither step nor save ``optimizer`` any more: another one owns its parameters."""
         self.scaler.release(optimizer)
         accelerator = self._accelerator()
         if accelerator is not None:
@@ -295,35 +268,39 @@ class Attachment:
 
 
 class AttachedScaler(GradScaler):
-    """Keeps the names of modules that were healed in its state dict."""
+    """A GradScaler with the names of healed modules in its state dict."""
 
     attachment: weakref.ref[Attachment] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As GradScaler's, and ``fp32_modules``, a list of names, where some were healed."""
+        """As GradScaler's, and ``fp32_modules``, a list of names, where modules were healed."""
         state, attachment = super().state_dict(), self.attachment and self.attachment()
         healed = list(attachment.fp32_modules.added) if attachment else []
         return state | ({"fp32_modules": healed} if state and healed else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As GradScaler's; modules that the saved run had healed run in float32. Raises as
-        :meth:`Attachment.keep_fp32`, too."""
+        """As GradScaler's; modules that the saved run had healed run in float32. Raises, too:
+
+        ConfigError: ``fp32_modules`` is no list of names.
+        UnsupportedError: a module that cannot be cast.
+        """
         super().load_state_dict(state_dict)
-        if self.is_enabled() and self.attachment and (attachment := self.attachment()):
-            attachment.keep_fp32(state_dict)
+        attachment, names = self.attachment and self.attachment(), state_dict.get("fp32_modules")
+        if not (self.is_enabled() and attachment and names):
+            return
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"scaler state dict: got fp32_modules={shown(names)}, expected a list of module "
+                "names."
+            )
+        attachment.fp32_modules.add(names, attachment.models)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "attachment"}
 
 
-@cache
-def warn_once(text: str) -> None:
-    """Log a warning, once a process."""
-    logger.warning("%s", text)
-
-
 def unlike_launched(accelerator: Any) -> Iterator[str]:
-    """How an accelerator differs from what the launcher has left in the environment for it."""
+    """Differences between an accelerator and the launcher's environment, a warning each."""
     name = "ACCELERATE_MIXED_PRECISION"
     wanted, got = os.environ.get(name, "no").lower(), accelerator.mixed_precision
     if wanted != got and wanted in ("fp16", "bf16"):
@@ -347,8 +324,8 @@ def attachment_of(accelerator: Any) -> Attachment | None:
 def requested(
     config: ScalerConfig | Mapping[str, Any] | None, fields: Mapping[str, Any]
 ) -> tuple[ScalerConfig | None, dict[str, Any]]:
-    """The config and the single fields, of a mapping too, that a call of ``attach`` requests.
-    Raises ``ConfigError`` for another ``config``, an unknown field, or a wrong value."""
+    """The config and the single fields, also from a mapping, of a call of ``attach``. Raises
+    ``ConfigError`` for another kind of ``config``, an unknown field, or a wrong value."""
     if isinstance(config, Mapping):
         fields, config = {**config, **fields}, None
     if config is not None and not isinstance(config, ScalerConfig):
@@ -362,7 +339,7 @@ def requested(
 def resolved(
     base: ScalerConfig | None, fields: Mapping[str, Any]
 ) -> tuple[ScalerConfig, Collection[str]]:
-    """``base``, by default the environment's config, with ``fields``; and what one of them names.
+    """``base``, by default the environment's config, with ``fields``; and the named fields of both.
     Raises ``ConfigError`` for the environment, and for fields that contradict each other."""
     base, named = (base, {}) if base is not None else merge(environment(os.environ))
     return replace(base, **fields), {*named, *fields}

@@ -20,7 +20,7 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
         UnsupportedError: a compiled model, whose forward can no longer be wrapped; no model was
             changed.
     """
-    # A compiled model has the attributes of the one in it.
+    # A compiled model has the attributes of the model inside.
     plain = [m for m in models if not hasattr(accelerator.unwrap_model(m), "_original_forward")]
     if any(map(is_compiled_module, plain)):
         raise UnsupportedError(
@@ -37,7 +37,7 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
 
 def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
     """Give the model its own forward back."""
-    # A compiled model keeps its own forward; this attribute is set on the model in it.
+    # A compiled model keeps its own forward; add_autocast has changed the model inside.
     holder: Any = accelerator.unwrap_model(model)
     inner: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
     original = inner.__dict__.pop("_original_forward", None)
@@ -50,10 +50,8 @@ def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    """Run the prepared model's forward in :func:`cpu_float16.emulate_float16`, outside of autocast.
-
-    Does nothing off the CPU, where the processor has the kernels, or the second time.
-    """
+    """Run the prepared model's forward in :func:`cpu_float16.emulate_float16`, outside of autocast,
+    where a CPU lacks the kernels. Idempotent."""
     if accelerator.device.type != "cpu" or cpu_float16.has_float16_kernels():
         return
     holder: Any = accelerator.unwrap_model(model)
@@ -74,11 +72,11 @@ def remove_emulation(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def _function_of(module: Any) -> Any:
-    """The module's forward, not bound to it."""
+    """The module's forward, unbound."""
     return getattr(module.forward, "__func__", module.forward)
 
 
 def _replace_forward(module: Any, function: Any) -> None:
-    """``function`` is its forward, bound to it if the one before was."""
+    """Make ``function`` the forward, bound to the module if the old forward was."""
     is_bound = hasattr(module.forward, "__func__")
     module.forward = MethodType(function, module) if is_bound else function

@@ -1,13 +1,13 @@
 """float16 products on a processor without float16 instructions: in float32, rounded once.
 
 There torch has no kernel for the products that float16 autocast casts on a CPU, and falls back to
-one slow thread. In :func:`emulate_float16` they are computed as tensor cores do: float16 operands,
-the product in float32, the result rounded to float16, where more than 65504 becomes inf.
+one slow thread. :func:`emulate_float16` computes them as tensor cores do: float16 operands, the
+product in float32, the result rounded to float16, where more than 65504 becomes inf.
 
 # Note [Below autograd and autocast]
 The mode replaces kernels below both, so graph, casts, their cache and saved tensors stay torch's. A
-product outside of the block (a backward by hand, another thread) or of an operator that is not
-listed here has the same meaning, at torch's speed.
+product outside of the block (a backward by hand, another thread), or of an operator outside of
+``PRODUCTS``, has the same meaning at torch's speed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ def has_float16_kernels() -> bool:
 
 @contextmanager
 def emulate_float16() -> Iterator[None]:
-    """Compute this thread's float16 products on the CPU in float32, rounded to float16.
-
-    Does nothing inside another one, or where the processor has kernels.
-    """
+    """Compute this thread's float16 products on the CPU in float32, rounded to float16; do nothing
+    in an inner block, or where the processor has kernels."""
     if getattr(_this_thread, "inside", False) or has_float16_kernels():
         yield
         return
@@ -71,7 +69,7 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile as without it; the products that compiled code calls are seen when it runs."""
+        """True: compile as without the mode, which sees the products once compiled code runs."""
         return True
 
     def __torch_dispatch__(
@@ -92,14 +90,14 @@ class _Float32Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _products() -> dict[Any, str]:
-    """The operators of this release of torch, none of which has all of them, with their names."""
+    """The operators that this release of torch has, with their names."""
     names = (*PRODUCTS, ATTENTION, f"{ATTENTION}_backward")
     packets = {name: getattr(torch.ops.aten, name, None) for name in names}
     return {packet.default: name for name, packet in packets.items() if packet is not None}
 
 
 def _are_float16(args: Any) -> bool:
-    """Whether all operands are, dense and on the CPU; torch refuses a mixture."""
+    """Whether all operands are float16, dense and on the CPU; torch refuses a mixture."""
     found = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
     is_dense = all(a.is_cpu and a.layout is torch.strided for a in found)
     return is_dense and {a.dtype for a in found} == {torch.float16}

@@ -48,7 +48,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     _stepper: ReplicaStepper | None = None
 
     def join(self, attachment: Attachment, stepper: ReplicaStepper | None) -> None:
-        """Step through the attachment's boundary from now on, by ``stepper`` if it needs one."""
+        """Step through the attachment's boundary from now on, with ``stepper`` if need be."""
         self._attachment, self._stepper = attachment, stepper or self._stepper
         self.dropped = DroppedBatches()
         replaced.discard(self.stepped_optimizer)
@@ -60,32 +60,33 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def leave(self, attachment: Attachment) -> None:
         """Become Accelerate's again, unless another accelerator has taken it over. Raises
-        ``StepError`` if the step in flight failed; everything was removed."""
+        ``StepError`` if the step in flight failed, after everything was removed."""
         if self._attachment is not attachment:
             return
         stepper = self._stepper
         attachment.optimizers.discard(self)
+        attachment.scaler.release(self.stepped_optimizer)
         for name in ("_attachment", "_stepper", "dropped"):
             self.__dict__.pop(name, None)
         try:
             if stepper is not None:
                 stepper.close()
         finally:
-            self.scaler, self._is_overflow = attachment.stock_scaler, False  # for ever, without one
+            # Without a scaler Accelerate never resets the flag of a skip.
+            self.scaler, self._is_overflow = attachment.stock_scaler, False
             _change_class(self, AcceleratedOptimizer)
 
     def _give_way(self) -> None:
-        """Another optimizer owns its parameters: it is neither stepped nor saved any more."""
-        attachment, stepper = self._attachment, self._stepper
-        self._stepper = None
-        if attachment is not None:
-            attachment.forget(self.stepped_optimizer)
-        if stepper is not None:
-            stepper.close(is_replaced=True)
+        """Another optimizer owns the parameters: this one is neither stepped nor saved any more."""
+        stepper, self._stepper = self._stepper, None
+        assert self._attachment is not None
+        assert stepper is not None
+        self._attachment.forget(self.stepped_optimizer)
+        stepper.close(is_replaced=True)
 
     @property
     def stepped_optimizer(self) -> Optimizer:
-        """The torch optimizer in it, which windows know."""
+        """The torch optimizer inside, under which windows know this one."""
         return inner_of(self)[0]
 
     @property
@@ -106,16 +107,13 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def synchronize(self) -> None:
-        """Wait for the step in flight, if any.
-
-        For code whose reads of parameters torch does not see; saving, loading and evaluation wait
-        by themselves.
-        """
+        """Wait for the step in flight. Saving, loading and evaluation wait by themselves; other
+        reads that torch does not see need this call before them."""
         stepper_of(self).synchronize()
 
     def follow_parameters(self, frozen_too: bool = False) -> None:
-        """Step through masters from now on if a trained parameter needs one; ``frozen_too``: or a
-        frozen one, whose master is about to be loaded."""
+        """Step through masters from now on if a trained parameter needs one. ``frozen_too``: or a
+        frozen one, since masters are about to be loaded."""
         attachment, inner = self._attachment, self.stepped_optimizer
         if attachment is None or inner in replaced:
             return
@@ -144,11 +142,11 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def step(self, closure: Any = None) -> None:
-        """At a boundary: check, update the scale, step or skip. Elsewhere: nothing. Raises
-        ``OrderError`` if another optimizer has taken over its parameters."""
+        """At a boundary check, update the scale, step or skip; elsewhere do nothing. Raises
+        ``OrderError`` if another optimizer has taken over the parameters."""
         refuse_replaced_owner(self.stepped_optimizer)
-        as_stock = closure is not None and self.scaler is None  # nothing scaled, not recorded
         attachment = self._attachment
+        as_stock = closure is not None and self.scaler is None  # and not recorded
         if attachment is None or not self.gradient_state.sync_gradients or as_stock:
             super().step(closure)
             return
@@ -170,8 +168,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
-    """Make a prepared optimizer step through the attachment's boundary. Raises as
-    :func:`refuse_unsuitable`; ``frozen_too`` as in ``follow_parameters``."""
+    """Make a prepared optimizer step through the attachment's boundary. ``frozen_too``: as for
+    :meth:`ScaledOptimizer.follow_parameters`. Raises as :func:`refuse_unsuitable`."""
     config, device, inner = attachment.config, attachment.device, inner_of(optimizer)[0]
     refuse_unsuitable([optimizer], config, device)
     stepper: ReplicaStepper | None = None
@@ -204,7 +202,7 @@ def _needs_replica(
     masters = master_rule(config, device)
     if masters.on_host or _steps_beside(inner, config, device):
         return True
-    # Called at every backward, so without a Python loop. float16 without a master is refused.
+    # No Python loop, since each backward asks. float16 counts without masters, to be refused.
     params: Iterable[torch.Tensor] = parameters_of(inner)
     stepped_ones = params if frozen_too else filter(attrgetter("requires_grad"), params)
     low = masters.dtypes | {torch.float16}
@@ -212,7 +210,8 @@ def _needs_replica(
 
 
 def _change_class(optimizer: Any, cls: Any) -> None:
-    """Change the class; an LR scheduler's wrapper on the instance calls the new class's step."""
+    """Change the class, also in the wrapper of ``step`` that an LR scheduler has put on the
+    instance."""
     optimizer.__class__ = cls
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
 
@@ -228,8 +227,8 @@ def _change_class(optimizer: Any, cls: Any) -> None:
 def refuse_unsuitable(
     optimizers: Iterable[Optimizer], config: ScalerConfig, device: torch.device
 ) -> None:
-    """Raise ``UnsupportedError`` for an optimizer, prepared or about to be, that cannot be adopted;
-    nothing is changed."""
+    """Raise ``UnsupportedError`` for an optimizer, prepared or not, that cannot be adopted. Changes
+    nothing."""
     own = (AcceleratedOptimizer, ScaledOptimizer)
     for optimizer in optimizers:
         if isinstance(optimizer, AcceleratedOptimizer) and type(optimizer) not in own:

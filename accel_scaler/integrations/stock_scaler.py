@@ -1,4 +1,4 @@
-"""The scaler that ``attach`` replaces: its settings and its state; and who else scales."""
+"""The scaler that ``attach`` replaces: its settings and its state; and other scalers, refused."""
 
 from __future__ import annotations
 
@@ -23,25 +23,19 @@ _SCALED_ELSEWHERE = {
     "fp8": "the fp8 backend (TransformerEngine, MS-AMP or torchao) scales tensor by tensor; use "
     "mixed_precision='fp16' for this package",
 }
-"""By the name of Accelerate's ``DistributedType``, or of the precision."""
 
 
-def scaled_elsewhere(kind: str, precision: str = "no") -> str | None:
-    """Who scales instead of this package, and where that is configured; None: nobody.
-
-    Args:
-        kind: the name of a ``DistributedType``.
-        precision: ``mixed_precision``.
-    """
-    return _SCALED_ELSEWHERE.get(kind) or _SCALED_ELSEWHERE.get(precision)
+def scaled_elsewhere(kind: str) -> str | None:
+    """The library that scales instead of this package, and its settings; None: there is none.
+    ``kind``: the name of a ``DistributedType``, or of a precision."""
+    return _SCALED_ELSEWHERE.get(kind)
 
 
 def refuse_other_scalers(accelerator: Accelerator) -> None:
     """Raise ``UnsupportedError`` where something else scales, with its name."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    # Accelerate asks DeepSpeed's own config for the precision, so the kind is asked first.
-    who = scaled_elsewhere(kind) or scaled_elsewhere("", accelerator.mixed_precision)
-    if who is not None:
+    # The kind first: under DeepSpeed Accelerate reads the precision from DeepSpeed's own config.
+    if who := scaled_elsewhere(kind) or scaled_elsewhere(accelerator.mixed_precision):
         raise UnsupportedError(f"attach: {who}.")
 
 
@@ -49,7 +43,7 @@ SCALE_SETTINGS = (
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale"),
     *("max_scale", "hysteresis", "heal", "on_overflow"),
 )
-"""Settings of the loss scale, and of what overflows only in float16."""
+"""Settings of the loss scale and of overflows, which only float16 has."""
 
 
 def refuse_unscaled(config: ScalerConfig, precision: str) -> None:
@@ -68,10 +62,10 @@ def refuse_unscaled(config: ScalerConfig, precision: str) -> None:
 
 
 def scaler_settings(
-    accelerator: Any, config: ScalerConfig, stock: Any, named: Collection[str] = ()
+    accelerator: Any, config: ScalerConfig, stock: Any, named: Collection[str]
 ) -> dict[str, Any]:
-    """Arguments of :class:`GradScaler`: fields of ``config`` that are not at their defaults or are
-    ``named``, else the replaced scaler's."""
+    """Arguments of :class:`GradScaler`: the fields of ``config`` that are ``named`` or not at their
+    defaults, else the settings of the replaced scaler."""
     own = inspect.signature(GradScaler).parameters
     wanted = config.changed() | {name: getattr(config, name) for name in named}
     changed = {name: value for name, value in wanted.items() if name in own}

@@ -1,14 +1,13 @@
-"""What a Trainer needs beyond its accelerator: to stay attached when that is made again."""
+"""A Trainer that stays attached when it makes another accelerator."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from ..config import ScalerConfig
 from ..errors import StepError
@@ -21,7 +20,7 @@ logger = logging.getLogger("accel_scaler")
 
 
 class ScaledTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer with an attached accelerator, also where a search makes a new one."""
+    """A Trainer with an attached accelerator, also after a hyperparameter search made a new one."""
 
     _scaler_config: ScalerConfig
     _stock_class: type
@@ -31,7 +30,7 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         return attachment_of(getattr(self, "accelerator", None))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, then ``attach``; the telemetry of the accelerator before ends here."""
+        """As the Trainer's, then ``attach``; the telemetry of the old accelerator ends here."""
         if self._attachment is not None:
             self._attachment.recorder.close()
         super().create_accelerator_and_postprocess()
@@ -44,7 +43,7 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         except BaseException:
             try:
                 self._finish()
-            except StepError:  # must not hide what ended the training
+            except StepError:  # it must not hide the exception that ended the training
                 logger.exception("the last optimizer step failed")
             raise
         self._finish()
@@ -59,12 +58,12 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
                 self._attachment.recorder.flush()
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
-        """False: the Trainer asks the accelerator for each clip and norm, which takes DTensors of
-        any meshes. It would else clip gradients that are still scaled by itself."""
+        """False: the accelerator clips DTensors of any meshes; the Trainer's own clip would see
+        gradients that are still scaled."""
         return False
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; where a window may be made again, it is what runs again."""
+        """As the Trainer's; where a window may be made again, this call is recorded for it."""
         explainer = None if self._attachment is None else self._attachment.explainer
         if explainer is None or explainer.recording is None or not explainer.makes_again:
             return super().compute_loss(model, *args, **kwargs)
@@ -72,7 +71,7 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
 
     def _own_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self).items() if is_replaying() else ()
-        # TRL's count tokens and add up metrics in it.
+        # TRL's trainers count tokens and add up metrics here, which is for the first run alone.
         counts = {k: copy.deepcopy(v) for k, v in own if "metrics" in k or isinstance(v, int)}
         try:
             return super().compute_loss(*args, **kwargs)
@@ -80,8 +79,8 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
             self.__dict__.update(counts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; adds the scaler's values to those of the training. Telemetry notes
-        those of an evaluation."""
+        """As the Trainer's; adds the scaler's values to the values of the training. Telemetry notes
+        the values of an evaluation."""
         if self._attachment is not None:
             self._attachment.recorder.note(logs)
         if "loss" in logs and self._scaler_config.log_values:
@@ -90,26 +89,9 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **kwargs)
 
 
-class PublishForReaders(TrainerCallback):  # type: ignore[misc]
-    """Publishes each step for a reader that cannot: TRL's ``AsyncGRPOTrainer`` sends parameters to
-    a sampler on a thread of its own. The step is finished before other callbacks run.
-
-    The trainer is held weakly, as it holds its callbacks.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = weakref.ref(trainer)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer: Any = self._trainer()
-        attachment = None if trainer is None else attachment_of(trainer.accelerator)
-        if attachment is not None and hasattr(trainer, "weight_transfer"):
-            attachment.synchronize()
-
-
 def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str, Any]) -> Any:
-    """:func:`accel_scaler.attach` for a Trainer or a subclass. Raises ``ConfigError``, too, where a
-    glob in ``fp32_modules`` matches no module of its model."""
+    """:func:`accel_scaler.attach` for a Trainer or a subclass. Raises ``ConfigError`` also for a
+    glob in ``fp32_modules`` that matches no module of its model."""
     if trainer.model_init is None:
         refuse_unmatched([trainer.model], resolved(base, fields)[0].fp32_modules)
     attached = attachment_of(attach(trainer.accelerator, base, **fields))
@@ -118,7 +100,6 @@ def attach_trainer(trainer: Any, base: ScalerConfig | None, fields: Mapping[str,
     if not isinstance(trainer, ScaledTrainer):
         trainer._stock_class = type(trainer)
         trainer.__class__ = scaled_class(type(trainer), ScaledTrainer)
-        trainer.add_callback(PublishForReaders(trainer))
     return trainer
 
 
@@ -128,6 +109,5 @@ def detach_trainer(trainer: Any) -> Any:
     finally:  # a StepError is raised once everything is undone
         if attachment_of(trainer.accelerator) is None and isinstance(trainer, ScaledTrainer):
             trainer.__class__ = trainer._stock_class
-            trainer.remove_callback(PublishForReaders)
             del trainer._scaler_config, trainer._stock_class
     return trainer

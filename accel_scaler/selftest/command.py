@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .rows import Result
 
 OTHERS = ("ACCELERATE_", "ACCEL_SCALER_")
-"""What a user or a launcher has set with these would change what a row runs."""
+"""Beginnings of variables that would change a row."""
 USE_CPU, DEVICE = "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"
 ROW = "{:<22}  {:<7}  {:<45} {:<45}  {}"
 
@@ -42,12 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what ``add_arguments`` describes; 0, or 1 if a row failed. Raises ``ConfigError`` for a
-    file that cannot be written."""
-    if (path := args.json) is not None:
-        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
-        if not path or os.path.isdir(path) or not os.access(place, os.W_OK):
-            raise ConfigError(f"--json {path!r}: cannot be written; give another place.")
+    """Run the rows; returns 0, or 1 if a row failed. Raises ``ConfigError`` for a file that cannot
+    be written."""
     with _environment(args.device):
         from .rows import device, in_turn
 
@@ -66,23 +62,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace, is_cpu: bool) -> int:
-    """The same on several ranks; the exit status of the one that failed first."""
+    """The same on several ranks; returns the exit status of the first rank that failed."""
     from ..launch.launcher import main as launch
 
-    os.environ.pop(DEVICE, None)  # each rank takes its own; they inherit the rest
+    os.environ.pop(DEVICE, None)  # each rank takes a device of its own
     if is_cpu:
         os.environ[USE_CPU] = "true"
     flags = ["--no_attach", "--quiet", "--multi_gpu", "--num_processes", str(args.num_processes)]
     flags += ["--num_machines", "1", "--main_process_port", "0", "--module", "accel_scaler", "test"]
     flags += ["--json", args.json] * bool(args.json)
-    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:  # torchrun leaves its own
-        config = Path(folder, "config.yaml")  # else the user's default one has a say
+    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:  # torchrun would leave one
+        config = Path(folder, "config.yaml")  # in place of the user's default config
         config.write_text("distributed_type: MULTI_GPU\n")
         return launch(["--log_dir", folder, "--config_file", str(config), *flags])
 
 
 def _end(found: list[Result], path: str | None) -> None:
-    """The verdict and the file."""
+    """Print the totals and write the file."""
     statuses = [row.status for row in found]
     counts = {name: statuses.count(name) for name in ("ok", "not run", "failed")}
     say("\n" + ", ".join(f"{count} {name}" for name, count in counts.items()))
@@ -96,7 +92,7 @@ def _end(found: list[Result], path: str | None) -> None:
 
 @contextmanager
 def _environment(device: str | None) -> Iterator[None]:
-    """Only the device is set for Accelerate, and nobody warns; afterwards all is as before."""
+    """In the block Accelerate is told the device alone, and nobody warns."""
     from accelerate.utils import clear_environment
 
     own = () if device else (USE_CPU, DEVICE)

@@ -1,4 +1,4 @@
-"""The rows of the test. A new one is an entry of ``CASES`` or of ``ROWS``."""
+"""The rows of the test. A new row is an entry of ``CASES`` or of ``ROWS``."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ from ..errors import UnsupportedError
 from ..scaling import GradScaler
 from .training import WINDOWS, Case, Seen, Window, joined, reference, scaled_by, trained
 
-OVERLAP = {"step_mode": "overlap"}
 CASES = {
-    "skip, clip, accumulate": Case({}),
-    "overlap is sync": Case(OVERLAP, adam=True),
-    "offload": Case(OVERLAP | {"offload": "cpu"}, adam=True),
-    "float16 weights": Case(OVERLAP, weights=torch.float16),
-    "bfloat16 weights": Case(
-        OVERLAP | {"master_weights": "fp32"}, weights=torch.bfloat16, precision="bf16"
-    ),
+    "sync is torch's": Case({}),
+    "overlap is torch's": Case({"step_mode": "overlap"}, adam=True),
+    "float16 weights": Case({}, weights=torch.float16),
+    "offload": Case({"offload": "cpu"}, adam=True),
 }
 """Each is trained attached, and by ``reference`` in plain torch."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row; ``"not run"``: this device, or what is installed here, cannot do it (``reason``)."""
+    """One row; ``"not run"``: for this ``reason`` the row says nothing about this machine."""
 
     row: str
     status: Literal["ok", "failed", "not run"]
@@ -48,7 +44,7 @@ class Result:
 
 
 def compare(row: str, got: Seen, expected: Seen) -> Result:
-    """``"ok"`` if all is equal, bit for bit; else the first difference is in the row."""
+    """``"ok"`` if everything is equal, bit for bit; else the row shows the first difference."""
     for at, pair in enumerate(zip(got.windows, expected.windows, strict=True), 1):
         names = [name for name, *both in zip(Window._fields, *pair, strict=True) if ne(*both)]
         if names:
@@ -81,9 +77,16 @@ def beside_plain_torch(row: str) -> Result:
     return compare(row, trained(CASES[row]), reference(CASES[row]))
 
 
+def offload(row: str) -> Result:
+    """State and masters in host memory, beside plain torch."""
+    if PartialState().device.type == "cpu":
+        return Result(row, "not run", reason="there is nothing to do for a model on the CPU")
+    return beside_plain_torch(row)
+
+
 def resume(row: str) -> Result:
-    """Saved half-way by one run, continued by another; beside a run that is not interrupted."""
-    case = CASES["overlap is sync"]
+    """A run saved half-way and continued by another, beside a run without interruption."""
+    case = CASES["overlap is torch's"]
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
         shared = broadcast_object_list([folder])[0]
         first = trained(case, range(WINDOWS // 2), save=shared)
@@ -93,21 +96,19 @@ def resume(row: str) -> Result:
 
 
 def retried(row: str) -> Result:
-    """From a scale that overflows; beside a run from one that does not. The scales stay apart.
-    Rows with inf are skipped all the same."""
-    settings = {"on_overflow": "retry", "init_scale": 2.0**24}
-    both = [trained(Case(each)) for each in (settings, {})]
+    """A run from a scale that overflows, beside a run from a scale that does not. The scales stay
+    apart, so they are not compared; a loss of inf is skipped all the same."""
     got, expected = (
         seen._replace(windows=[window._replace(scale=1.0) for window in seen.windows])
-        for seen in both
+        for seen in map(trained, (Case({"on_overflow": "retry", "init_scale": 2.0**24}), Case({})))
     )
     found = compare(row, got, expected)
-    return replace(found, reason=found.reason or "the one skip: rows with inf, at any scale")
+    return replace(found, reason=found.reason or "the one skip: a loss of inf, at any scale")
 
 
 def ranks(row: str) -> Result:
-    """Each has its own data, and only the last one overflows: all skip, and stay equal."""
-    every = gather_object([trained(CASES["overlap is sync"])])
+    """Each rank has its own data, and only the last rank overflows: all skip, and stay equal."""
+    every = gather_object([trained(CASES["overlap is torch's"])])
     if len(every) == 1:
         return Result(row, "not run", reason="one process; --num_processes 2 runs it")
     results = [compare(row, each, every[0]) for each in every]
@@ -117,6 +118,7 @@ def ranks(row: str) -> Result:
 ROWS: dict[str, Callable[[str], Result]] = {
     "scaler is torch's": beside_torchs_scaler,
     **dict.fromkeys(CASES, beside_plain_torch),
+    "offload": offload,
     "retry loses no batch": retried,
     "save and resume": resume,
     "ranks agree": ranks,
@@ -124,7 +126,7 @@ ROWS: dict[str, Callable[[str], Result]] = {
 
 
 def device(processes: int) -> Result:
-    """Whether the device that is named, or the one that Accelerate takes, is there."""
+    """Whether the named device, or else Accelerate's choice, is there."""
     row, present = "device", present_type()
     default = "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else present
     name = os.environ.get("ACCELERATE_TORCH_DEVICE", default)
@@ -132,7 +134,7 @@ def device(processes: int) -> Result:
         found = torch.empty(1, device=name).device
         if found.type not in ("cpu", present):
             raise ValueError(f"no device that trains; torch.accelerator is {present}")
-    except Exception as error:  # of a class for each backend
+    except Exception as error:  # each backend has a class of its own
         expected = "cpu" if present == "cpu" else f"cpu or {present}"
         return Result(row, "failed", name, expected, _line(error))
     is_cpu = found.type == "cpu"
@@ -146,7 +148,7 @@ def device(processes: int) -> Result:
 
 
 def in_turn(first: Result) -> Iterator[Result]:
-    """``first``, then every row as soon as it is there; on other ranks than 0 nothing."""
+    """``first``, then each row at its end; on ranks other than 0 nothing."""
     names = list(ROWS)
     with joined() as state:
         if state.is_main_process:
@@ -156,7 +158,7 @@ def in_turn(first: Result) -> Iterator[Result]:
             try:
                 every: list[Result] = gather_object([mine])
             except RuntimeError as error:
-                names.clear()  # the ranks are apart: each tells its own, and no row follows
+                names.clear()  # the ranks are apart: each prints its own row, and no row follows
                 print(f"rank {state.process_index}: {mine}", file=sys.stderr)
                 every = [Result(name, "failed", _line(error), "an answer of each rank")]
             if state.is_main_process:
@@ -164,7 +166,7 @@ def in_turn(first: Result) -> Iterator[Result]:
 
 
 def attempt(name: str, function: Callable[[str], Result]) -> Result:
-    """The row on this rank; an exception fails it, unless torch or Accelerate lacks something for
+    """The row on this rank. An exception fails it, unless torch or Accelerate lacks something for
     this device, or, on a device other than a CPU or CUDA, this package refuses."""
     kind = PartialState().device.type
     lacks = () if kind == "cpu" else (NotImplementedError,)
@@ -173,7 +175,7 @@ def attempt(name: str, function: Callable[[str], Result]) -> Result:
         return function(name)
     except (*lacks, *refuses) as error:
         return Result(name, "not run", reason=_line(error))
-    except Exception as error:  # of any class: the row says which
+    except Exception as error:  # of any class, which the row names
         return Result(name, "failed", _line(error), "no error")
 
 

@@ -1,8 +1,8 @@
 """One short training: attached, as users write it, and the same in plain torch.
 
 Six windows of two micro-batches with clipping and a schedule; in the fifth the loss of the last
-rank is inf. Each rank has data of its own. Both runs share what Accelerate prepares: autocast, and
-DDP where there are ranks. All that follows a backward is written out in :func:`reference`.
+rank is inf. Each rank has data of its own. In both runs Accelerate prepares autocast, and DDP where
+there are ranks; :func:`reference` writes out everything after a backward.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ class Case(NamedTuple):
     settings: dict[str, Any]
     adam: bool = False
     weights: torch.dtype = torch.float32
-    precision: str = "fp16"
 
 
 class Window(NamedTuple):
-    """``scale`` and learning rate are those after it, ``norm`` is the one before clipping."""
+    """Scale and learning rate after a window, and the norm before clipping."""
 
     skipped: bool
     scale: float
@@ -50,7 +49,7 @@ class Window(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a run showed; the tensors are float32, on the CPU, of shape (n,)."""
+    """The outcome of a run; the tensors are float32, on the CPU, of shape (n,)."""
 
     windows: list[Window]
     weights: Tensor
@@ -59,7 +58,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def joined() -> Iterator[PartialState]:
-    """The ranks, if it was launched with some. Accelerate's state is new, and so it is left."""
+    """Joins the launched ranks, if there are some. Accelerate's state is new at both ends."""
     AcceleratorState._reset_state(True)
     state = PartialState(parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=LIMIT)
     try:
@@ -73,7 +72,7 @@ def joined() -> Iterator[PartialState]:
 
 @contextmanager
 def lacks() -> Iterator[None]:
-    """What Accelerate and torch do not have for this device is a ``NotImplementedError``."""
+    """In the block an error of Accelerate or torch means that they lack something here."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -81,24 +80,23 @@ def lacks() -> Iterator[None]:
 
 
 @contextmanager
-def attached(precision: str, **settings: Any) -> Iterator[Any]:
-    """A new accelerator with these settings alone; detached at the end."""
-    AcceleratorState._reset_state()  # it holds the precision of the one before
+def attached(**settings: Any) -> Iterator[Any]:
+    """A new fp16 accelerator with these settings alone; detached at the end."""
     plugin = GradientAccumulationPlugin(num_steps=MICRO_BATCHES)
     with lacks():
-        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=plugin)
+        accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_plugin=plugin)
     attach(accelerator, ScalerConfig(**settings))
     try:
         yield accelerator
     except BaseException:
-        with suppress(AccelScalerError):  # a window is open: the error that left it so is raised
+        with suppress(AccelScalerError):  # a window is open; the first error is the one to raise
             detach(accelerator)
         raise
     detach(accelerator)
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """The same on each call and each rank, on the device."""
+    """A network with the same weights on each call and each rank, on the device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         layers = [nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)]
@@ -130,10 +128,9 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
 def trained(
     case: Case, windows: Iterable[int] = range(WINDOWS), *, load: str = "", save: str = ""
 ) -> Seen:
-    """An attached run of these windows, from and to a checkpoint where one is named."""
+    """An attached run of these windows; ``load`` and ``save`` are folders of checkpoints."""
     seen = []
-    scale = SCALE if case.precision == "fp16" else {}
-    with attached(case.precision, **(scale | case.settings)) as accelerator:
+    with attached(**(SCALE | case.settings)) as accelerator:
         model: Any = network(case.weights)
         optimizer: Any = optimizer_of(model.parameters(), case.adam)
         schedule: Any = schedule_of(optimizer)
@@ -149,8 +146,7 @@ def trained(
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
-            now = accelerator.scaler.get_scale() if scale else 1.0
-            (rate,) = schedule.get_last_lr()
+            now, (rate,) = accelerator.scaler.get_scale(), schedule.get_last_lr()
             seen.append(Window(optimizer.step_was_skipped, now, rate, float(norm)))
         if save:
             accelerator.save_state(save)
@@ -160,9 +156,8 @@ def trained(
 def reference(case: Case) -> Seen:
     """The same in plain torch: the scale's rule, float32 masters."""
     place = torch.device("cpu") if "offload" in case.settings else PartialState().device
-    is_scaled, seen, good = case.precision == "fp16", [], 0
-    scale = SCALE["init_scale"] if is_scaled else 1.0
-    with attached(case.precision) as accelerator, torch.no_grad():
+    seen, scale, good = [], SCALE["init_scale"], 0
+    with attached() as accelerator, torch.no_grad():
         model = accelerator.prepare(network(case.weights))
         params = list(model.parameters())
         masters = [p.detach().to(place, torch.float32, copy=True) for p in params]
@@ -181,14 +176,14 @@ def reference(case: Case) -> Seen:
             norm = torch.nn.utils.get_total_norm(grads)
             skipped = not bool(norm.isfinite())
             good = 0 if skipped else good + 1
-            if is_scaled and (skipped or good == SCALE["growth_interval"]):
+            if skipped or good == SCALE["growth_interval"]:
                 scale, good = scale * (0.5 if skipped else 2.0), 0
             for master, g in zip(masters, grads, strict=True):
                 g *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
                 master.grad = None if skipped else g.to(place)
             if not skipped:
                 optimizer.step()
-                for _ in range(accelerator.num_processes):  # as Accelerate's schedulers do
+                for _ in range(accelerator.num_processes):  # as Accelerate's scheduler does
                     schedule.step()
             torch._foreach_copy_(params, masters)
             (rate,) = schedule.get_last_lr()
@@ -218,5 +213,5 @@ def _ended(windows: list[Any], model: nn.Module, optimizer: Any) -> Seen:
     weights = model.state_dict().values()  # it waits for the step in flight
     state = sorted(optimizer.state_dict()["state"].items())
     values = [v for _, entry in state for key, v in sorted(entry.items()) if key != "master"]
-    return Seen(windows, *(torch.cat([t.float().cpu().flatten() for t in each])
-                           for each in (weights, values)))  # fmt: skip
+    flat = [torch.cat([t.float().cpu().flatten() for t in each]) for each in (weights, values)]
+    return Seen(windows, *flat)

@@ -17,8 +17,6 @@ from accelerate.state import AcceleratorState, PartialState
 from children import on_two_ranks
 
 from accel_scaler import UnsupportedError, cli
-from accel_scaler.optimizer_step.blocks import Run
-from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.clipping import Clipping
 from accel_scaler.optimizer_step.masters import ParameterPair
 from accel_scaler.optimizer_step.replica import Replica
@@ -29,27 +27,16 @@ from accel_scaler.selftest import rows
 from accel_scaler.selftest.training import joined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ALONE = [name for name in rows.ROWS if name != "ranks agree"]
+NOT_HERE = {"offload", "ranks agree"}
+"""Rows that a single process on a CPU does not run."""
 
 
 def loosely(clip: Any) -> Any:
     return lambda self, parameters, max_norm, *rest: clip(self, parameters, 2 * max_norm, *rest)
 
 
-def unpublished(step: Any) -> Any:
-    return lambda *args: step(*args[:5], False, *args[6:])
-
-
 def twice(step: Any) -> Any:
     return lambda *args: (step(*args), step(*args))[1]
-
-
-def careless(make: Any) -> Any:
-    return lambda *args, **settings: make(*args, **settings | {"skip_nonfinite": False})
-
-
-def doubled(shares: Any) -> Any:
-    return lambda *args: [share._replace(rate=2 * share.rate) for share in shares(*args)]
 
 
 def without_count(load: Any) -> Any:
@@ -58,11 +45,9 @@ def without_count(load: Any) -> Any:
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "scaler is torch's": (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False)),
-    "skip, clip, accumulate": (Clipping, "clip_norm", loosely),
-    "overlap is sync": (Replica, "step_part", twice),
-    "offload": (Run, "step", unpublished),
+    "sync is torch's": (Clipping, "clip_norm", loosely),
+    "overlap is torch's": (Replica, "step_part", twice),
     "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
-    "bfloat16 weights": (Boundary, "__init__", careless),
     "retry loses no batch": (OverflowExplainer, "make_again", lambda _: lambda *args: False),
     "save and resume": (GradScaler, "load_state_dict", lambda _: lambda *args: None),
 }
@@ -96,7 +81,7 @@ def test_a_row_holds_and_its_fault_is_told(
 
 
 def test_every_row_has_its_fault() -> None:
-    assert list(FAULTS) == ALONE
+    assert list(FAULTS) == [name for name in rows.ROWS if name not in NOT_HERE]
 
 
 @pytest.mark.process
@@ -157,11 +142,11 @@ def test_the_command_tells_each_row_and_leaves_nothing_behind(
     names = ["device", *rows.ROWS]
     assert [row["row"] for row in written["rows"]] == names
     for row, line in zip(written["rows"], lines[1:], strict=False):
-        expected = "not run" if row["row"] == "ranks agree" else "ok"
+        expected = "not run" if row["row"] in NOT_HERE else "ok"
         assert row["status"] == ("failed" if row["row"] == fault else expected)
         assert all(row[key] in line for key in ("row", "status", "got", "expected", "reason"))
     assert (written["ok"], written["not run"], written["failed"]) == (
-        len(names) - 1 - (fault is not None), 1, int(fault is not None)
+        len(names) - 2 - (fault is not None), 2, int(fault is not None)
     )  # fmt: skip
 
 
@@ -187,13 +172,12 @@ def test_bad_input_is_a_row_that_failed(capsys: pytest.CaptureFixture[str], case
     assert "scaler is" not in out
 
 
-@pytest.mark.parametrize("path", [".", "missing/found.json", "", "/dev/full"])
+@pytest.mark.parametrize("path", ["", "/dev/full"])
 def test_a_file_that_cannot_be_written_is_one_line(
     capsys: pytest.CaptureFixture[str], path: str
 ) -> None:
     assert run("--json", path) == 2
     said = capsys.readouterr()
-    assert bool(said.out) == (path == "/dev/full"), "the others are refused first"
     assert said.err.count("\n") == 1
     assert f"--json {path!r}: cannot be written" in said.err
 

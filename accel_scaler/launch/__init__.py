@@ -1,8 +1,7 @@
 """``accel-scaler launch``: Accelerate's launcher, with settings, for an unchanged script.
 
-A command line comes in; a config file without our section, an environment and Accelerate's own
-launcher go out. In each process that it starts ``startup/sitecustomize.py`` meets the Accelerators
-and Trainers that are made, and attaches them through ``attach_hook``. That process imports
-``attach_hook`` alone, so nothing is handed out here: Accelerate's commands, which the launcher
-needs, would come along.
+The launcher gives Accelerate's own launcher a config file without our section, and an environment.
+In each process ``startup/sitecustomize.py`` attaches new Accelerators and Trainers through
+``attach_hook``. Nothing is handed out here: a process that imports ``attach_hook`` needs none of
+Accelerate's commands, which the launcher imports.
 """

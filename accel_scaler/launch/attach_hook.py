@@ -1,6 +1,6 @@
-"""What a process of ``accel-scaler launch`` does with each Accelerator and Trainer it constructs.
+"""Attaches each Accelerator and Trainer of a process under ``accel-scaler launch``.
 
-Called by ``startup/sitecustomize.py`` at the end of ``__init__``.
+``startup/sitecustomize.py`` calls it at the end of ``__init__``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..telemetry import History, path_of
 
 def attach_accelerator(accelerator: Any) -> None:
     """Attach an ``accelerate.Accelerator`` with the settings of the environment."""
-    if isinstance(accelerator, ScaledAccelerator):  # it has attached itself, as its script says
+    if isinstance(accelerator, ScaledAccelerator):  # it was made with settings of the script
         return
     attachment = attach_default(accelerator)
     if attachment.rank == 0:
@@ -33,7 +33,7 @@ def attach_trainer(trainer: Any) -> None:
 
 
 def _print_totals(pid: int, history: History, path: str | None) -> None:
-    """Print what an accelerator did, once it is collected or at the end of its process."""
+    """Print the totals of an accelerator, once it is collected or at the end of its process."""
     if history.boundaries == 0 or pid != os.getpid():  # a fork has a copy of the history
         return
     done = f"{counted(history.boundaries, 'window')}, {history.skips} skipped"

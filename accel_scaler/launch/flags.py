@@ -10,7 +10,7 @@ import argparse
 from ..config import ABOUT, FIELDS, KINDS, SWITCH, help_of
 
 DEST = "accel_scaler_"
-"""The start of the names of our values among the arguments of Accelerate."""
+"""The prefix of our values among the arguments of Accelerate."""
 
 DESCRIPTION = (
     "Start an unchanged script as `accelerate launch` does, with its flags, and attach every "
@@ -21,7 +21,7 @@ DESCRIPTION = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting, whose value stays a text, and those of the launcher."""
+    """Add a flag for each setting, whose value stays a text, and the flags of the launcher."""
     group = parser.add_argument_group("Settings")
     for name, spec in FIELDS.items():
         default, dest = spec.default, DEST + name

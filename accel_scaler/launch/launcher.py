@@ -1,8 +1,7 @@
-"""Starts a script as ``accel-scaler launch`` does.
+"""``accel-scaler launch``: Accelerate's parser and launcher, with our flags and our settings.
 
-Accelerate's parser reads the command line, and Accelerate starts the processes. This module adds
-flags, takes the ``accel_scaler:`` section out of the config file, and hands the settings on in the
-environment, with the folder whose ``sitecustomize`` attaches.
+The ``accel_scaler:`` section is taken out of the config file. The settings reach the processes in
+the environment, beside the folder whose ``sitecustomize`` attaches.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ USE_CPU = "ACCELERATE_USE_CPU"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Accelerate's parser with our flags and our help; what it refuses is a ``ConfigError``."""
+    """Accelerate's parser with our flags and our help; it refuses with a ``ConfigError``."""
     own, parser = own_parser(), launch_command_parser()
     parser.prog, parser.usage, parser.print_help = own.prog, own.usage, own.print_help
     parser.error = _refuse
@@ -68,7 +67,7 @@ def _refuse(message: str) -> NoReturn:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     """Accelerate's arguments, and ours without the prefix. Raises ``ConfigError`` for an unknown
-    flag, or a value that a flag of Accelerate does not take."""
+    flag, or a value that Accelerate refuses."""
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -88,7 +87,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 
 def main(argv: Sequence[str]) -> int:
     """Run ``accel-scaler launch``; returns the exit status of the job. Raises the first refusal, an
-    ``AccelScalerError``; nothing was started then. A dry run prints all of them."""
+    ``AccelScalerError``, before anything starts; a dry run prints all refusals."""
     args, ours = parse(argv)
     refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
@@ -120,16 +119,10 @@ def prepare(
     folder: Path,
     refused: list[AccelScalerError],
 ) -> tuple[ScalerConfig, dict[str, str], str]:
-    """The settings of a launch, the sources of those that have one, and the precision.
+    """The settings of a launch, the sources of the changed ones, and the precision.
 
-    Args:
-        args: Accelerate's; the config file in it is replaced by one without our section.
-        ours: our flags.
-        folder: where that config file is written.
-        refused: takes every refusal.
-
-    Raises:
-        ConfigError: the config file cannot be read.
+    ``folder`` takes a config file without our section, which replaces the one in Accelerate's
+    ``args``; ``refused`` takes every refusal. Raises ``ConfigError`` for an unreadable config file.
     """
     flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
     file = _take_section(args, folder)
@@ -154,10 +147,10 @@ def prepare(
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
-    """The section of the config file, if there is one; ``args`` name a copy without it."""
+    """Our section of the config file, if there is one; ``args`` then name a copy without it."""
     if args.config_file is not None:
         path = find_config(args.config_file)
-    elif os.path.isfile(default_config_file) and not args.cpu:  # as Accelerate decides it
+    elif os.path.isfile(default_config_file) and not args.cpu:  # as in Accelerate
         path = Path(default_config_file)
     else:
         return []
@@ -174,12 +167,13 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
 
 
 def _merged_by_accelerate(args: argparse.Namespace) -> Any:
-    """Accelerate's arguments, with its config file and its defaults. What it refuses is raised."""
+    """Accelerate's arguments, with its config file and its defaults. Raises ``ConfigError`` where
+    Accelerate refuses them."""
     log = logging.getLogger("accelerate.commands.launch")
-    was_disabled, log.disabled = log.disabled, True  # it warns of defaults; the launch does again
+    was_disabled, log.disabled = log.disabled, True  # the launch repeats the warnings of defaults
     try:
         merged, _, _ = _validate_launch_command(argparse.Namespace(**vars(args)))
-    except Exception as error:  # of many classes
+    except Exception as error:  # Accelerate raises many classes
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"Accelerate refuses these arguments: {text}") from error
     finally:
@@ -188,7 +182,8 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
 
 
 def _refuse_unsuitable(merged: Any) -> None:
-    ranks, present = str(merged.num_processes or 1), present_type()  # of a file it may be a text
+    """Raise ``UnsupportedError`` for FSDP that Accelerate would leave out, and other scalers."""
+    ranks, present = str(merged.num_processes or 1), present_type()  # a file may hold a text
     reasons = {
         "use_cpu": merged.cpu or merged.use_cpu,
         USE_CPU: os.environ.get(USE_CPU, "").lower() in ("y", "yes", "t", "true", "on", "1"),
@@ -212,19 +207,17 @@ def _refuse_unsuitable(merged: Any) -> None:
 
 
 def _set_in(sources: Mapping[str, str]) -> str:
-    """Where the user of this launch would change a setting: in ``flags``, or in a file that is not
-    one of the package."""
+    """The place to change a setting of this launch: ``flags``, or a file outside the package."""
     files = set(sources.values()).difference(map(str, shipped_configs().values()))
     return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
 
 
 @contextmanager
 def _environment(settings: dict[str, str], set_in: str, is_off: bool) -> Iterator[None]:
-    """The environment that the ranks inherit; afterwards it is as before."""
+    """In the block the environment is the one for the ranks."""
     kept = {key: os.environ[key] for key in os.environ if not key.startswith(ENV_PREFIX)}
-    path = kept.get("PYTHONPATH")
-    entries = path.split(os.pathsep) if path else []
-    entries = [entry for entry in entries if entry != STARTUP]  # launched by a launched script
+    entries = kept["PYTHONPATH"].split(os.pathsep) if kept.get("PYTHONPATH") else []
+    entries = [entry for entry in entries if entry != STARTUP]  # a launched script may launch
     path = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     with clear_environment():
         os.environ.update(kept | settings | {SET_IN: set_in, "PYTHONPATH": path})
@@ -233,7 +226,7 @@ def _environment(settings: dict[str, str], set_in: str, is_off: bool) -> Iterato
 
 def _run(args: argparse.Namespace) -> int:
     """Accelerate's launch; returns the exit status of the process that failed first, or 0."""
-    quiet, args.quiet = args.quiet, None  # with quiet Accelerate ends with 1, whatever the status
+    quiet, args.quiet = args.quiet, None  # with quiet Accelerate turns every status into 1
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:
@@ -244,11 +237,11 @@ def _run(args: argparse.Namespace) -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # torchrun's table: rank, status, time
         return _shell_status(error.get_first_failure()[1].exitcode)
-    except SignalException as error:  # torchrun has ended its ranks
+    except SignalException as error:  # torchrun has ended the ranks
         return 128 + int(error.sigval)
     return 0
 
 
 def _shell_status(code: int) -> int:
-    """An exit status as a shell has it: 128 + n for a process that signal n ended."""
+    """The exit status in a shell: 128 + n for a process that signal n ended."""
     return code if code >= 0 else 128 - code

@@ -1,13 +1,12 @@
-"""Python runs this at its start, in every process of a job under ``accel-scaler launch``.
+"""Python runs this module at its start, in every process of a job under ``accel-scaler launch``.
 
-The launcher puts this folder in front of PYTHONPATH. To start the script from a module of our own
-(runpy) would change ``__main__``, ``__spec__``, tracebacks and what ``multiprocessing`` spawns, and
-would not reach a Python that a shell script starts.
+The launcher puts this folder in front of PYTHONPATH. A start through a module of our own (runpy)
+would change ``__main__``, ``__spec__``, tracebacks and the children of ``multiprocessing``, and
+miss a Python that a shell script starts.
 
-Once ``accelerate.accelerator`` or ``transformers.trainer`` is imported, the ``__init__`` of its
-class ends with a call of ``attach_hook``. Until then nothing is imported. It runs on any Python
-that the script starts, so it needs the standard library alone. ``python -I``, ``-E`` and ``-S``
-ignore PYTHONPATH or site, and so this file.
+After an import of ``accelerate.accelerator`` or ``transformers.trainer`` the ``__init__`` of its
+class ends with a call of ``attach_hook``; before it only the standard library is imported, since
+any Python of the job runs this. ``python -I``, ``-E`` and ``-S`` pass over PYTHONPATH or site.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CLASSES = {
     "accelerate.accelerator": ("Accelerator", "attach_accelerator"),
     "transformers.trainer": ("Trainer", "attach_trainer"),
 }
-"""Module: its class, and the function of ``attach_hook`` for an instance."""
+"""For each module its class, and the function of ``attach_hook`` for an instance."""
 
 
 class Finder:
@@ -65,7 +64,7 @@ def change(module: Any, name: str) -> None:
 
 
 def load_hook() -> Any:
-    """``attach_hook``; of this installation, where the process would find no other."""
+    """``attach_hook``, from this installation where the process finds no other."""
     import importlib.util
 
     if importlib.util.find_spec("accel_scaler") is None:
@@ -74,7 +73,7 @@ def load_hook() -> Any:
 
 
 def run_hidden() -> None:
-    """Run the ``sitecustomize`` that this one hides, if there is one."""
+    """Run another ``sitecustomize``, which this one hides."""
     import importlib.util
 
     spec = PathFinder.find_spec("sitecustomize")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     """An ``accelerate.Accelerator`` whose optimizer step is checked, in fp16 with a loss scale.
 
     Takes every argument of ``Accelerator``, and ``scaler_config``: the ``config`` of
-    :func:`attach`, which usually makes one. Without ``mixed_precision="fp16"`` nothing is scaled,
-    and ``scaler`` is None.
+    :func:`attach`, which usually makes one; ``detach`` makes it an ``Accelerator``. Without
+    ``mixed_precision="fp16"`` nothing is scaled, and ``scaler`` is None.
     """
 
-    _attachment: Attachment | None = None
+    _attachment: Attachment
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         wanted = resolved(*requested(scaler_config, {}))
         super().__init__(*args, **kwargs)
-        Attachment(self, *wanted, scaler_config is not None).install(self)
+        attachment = Attachment(self, *wanted, scaler_config is not None)
+        attachment.stock_class = Accelerator
+        attachment.install(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._attachment is None:
-            return super().__reduce_ex__(protocol)
         raise UnsupportedError(
             "an attached accelerator cannot be copied or pickled; call detach(accelerator) first."
         )
@@ -52,7 +52,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def scaler_history(self) -> History:
         """The history of the windows: records, totals, ``summary()``."""
-        return History() if self._attachment is None else self._attachment.recorder.history
+        return self._attachment.recorder.history
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's.
@@ -63,9 +63,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         with self._preparing(args):
             result = super().prepare(*args, **kwargs)
-            if self._attachment is not None:
-                for model in self._models:  # FSDP2's models do not pass prepare_model
-                    self._attachment.fp32_modules.enable(model)
+            for model in self._models:  # FSDP2's models do not pass prepare_model
+                self._attachment.fp32_modules.enable(model)
         return result
 
     @contextmanager
@@ -74,7 +73,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         leaves nothing registered: a second ``prepare`` would register it twice, and an LR scheduler
         asks the first of two wrappers whether a step was skipped."""
         attachment = self._attachment
-        if attachment is None or attachment.is_preparing:  # prepare() calls prepare_optimizer()
+        if attachment.is_preparing:  # prepare() calls prepare_optimizer()
             yield
             return
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
@@ -107,18 +106,16 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
                 with a module of ``fp32_modules`` that cannot run in float32.
         """
         attachment = self._attachment
-        if attachment is not None:
-            attachment.fp32_modules.refuse_uncastable(model)
+        attachment.fp32_modules.refuse_uncastable(model)
         prepared = super().prepare_model(model, *args, **kwargs)
-        if attachment is not None:
-            if attachment.scales and self.native_amp:
-                # Accelerate does nothing to a model that another accelerator has prepared.
-                add_autocast(self, [prepared])
-            if attachment.scales:
-                add_emulation(self, prepared)
-            attachment.fp32_modules.enable(prepared)  # before a compiler traces its first forward
-            attachment.watch(prepared, self.unwrap_model(prepared))
-            attachment.compare_settings(prepared)
+        if attachment.scales and self.native_amp:
+            # Accelerate does nothing to a model that another accelerator has prepared.
+            add_autocast(self, [prepared])
+        if attachment.scales:
+            add_emulation(self, prepared)
+        attachment.fp32_modules.enable(prepared)  # before a compiler traces its first forward
+        attachment.watch(prepared, self.unwrap_model(prepared))
+        attachment.compare_settings(prepared)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -129,8 +126,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         with self._preparing([optimizer]):
             prepared = super().prepare_optimizer(optimizer, device_placement)
-            if self._attachment is not None:
-                adopt(prepared, self._attachment)
+            adopt(prepared, self._attachment)
         return prepared
 
     @untraced
@@ -141,9 +137,6 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             ConfigError: a glob in ``fp32_modules`` matches no module; no gradient was computed.
         """
         attachment = self._attachment
-        if attachment is None:
-            super().backward(loss, **kwargs)
-            return
         attachment.fp32_modules.refuse_unmatched(attachment.models)  # all models are prepared now
         for optimizer in list(attachment.optimizers):  # before anything reads the gradients
             optimizer.follow_parameters()
@@ -156,8 +149,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     @contextmanager
     def autocast(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """As Accelerate's; also on a CPU without float16 instructions float16 products are fast."""
-        emulation = nullcontext() if self._attachment is None else self._attachment.float16()
-        with emulation, super().autocast(*args, **kwargs):
+        with self._attachment.float16(), super().autocast(*args, **kwargs):
             yield
 
     @contextmanager
@@ -168,16 +160,14 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         batches: other ranks have counted fewer windows towards growth."""
         with super().join_uneven_inputs(joinables, even_batches):
             yield
-        if self._attachment is not None and self._attachment.scales:
+        if self._attachment.scales:
             self._attachment.share_scale()
 
     @untraced
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of ``optimizer`` (default: of all prepared ones) in the last
         micro-batch of a window, once; before it do nothing."""
-        if self._attachment is None:
-            super().unscale_gradients(optimizer)
-        elif self.sync_gradients:
+        if self.sync_gradients:
             chosen = self._optimizers if optimizer is None else optimizer
             self._attachment.boundary.unscale(inner_of(chosen))
 
@@ -193,11 +183,10 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Returns the total norm before clipping, unscaled, shape (); inf after an overflow.
         Synchronises with the device once.
         """
-        attachment = self._attachment
         # Where nothing is scaled a clip before the last micro-batch is stock's.
-        if attachment is None or not (self.sync_gradients or attachment.scales):
+        if not (self.sync_gradients or self._attachment.scales):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        boundary = attachment.boundary
+        boundary = self._attachment.boundary
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.sync_gradients:
             return boundary.clipping.norm_so_far(parameters, norm_type)
@@ -213,42 +202,37 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Unscale, then clip each element to ``[-clip_value, clip_value]``; in fp16 on the last
         micro-batch only."""
-        attachment = self._attachment
-        if attachment is None or self.distributed_type == DistributedType.FSDP:
+        if self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(parameters, clip_value)  # under FSDP Accelerate refuses
-        elif self.sync_gradients or not attachment.scales:
+        elif self.sync_gradients or not self._attachment.scales:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             parameters = [p for p in parameters if p.grad is not None]
-            attachment.boundary.clipping.clip_value(parameters, clip_value)
+            self._attachment.boundary.clipping.clip_value(parameters, clip_value)
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; adds the ``scaler/...`` values of the last window. Telemetry notes the
         values of an evaluation (``eval...``, ``val...``, ``test...``)."""
-        if self._attachment is not None:
-            self._attachment.recorder.note(values)
-            if self._attachment.config.log_values:
-                values = {**self.scaler_history.metrics(), **values}
+        self._attachment.recorder.note(values)
+        if self._attachment.config.log_values:
+            values = {**self.scaler_history.metrics(), **values}
         super().log(values, *args, **kwargs)
 
     def end_training(self) -> None:
         """As Accelerate's; first publishes the last step and writes all of the telemetry."""
-        if self._attachment is not None:
-            self._attachment.synchronize()
-            self._attachment.recorder.flush()
-            pause_before_the_end()
+        self._attachment.synchronize()
+        self._attachment.recorder.flush()
+        pause_before_the_end()
         super().end_training()
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """As Accelerate's; first writes all of the telemetry and drops the parameters."""
-        if self._attachment is not None:
-            self._attachment.recorder.flush()
-            self._attachment.scaler.release(*inner_of(self._optimizers))
+        self._attachment.recorder.flush()
+        self._attachment.scaler.release(*inner_of(self._optimizers))
         released: list[Any] = super().free_memory(*objects)
         return released
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; an open window is abandoned."""
         result = super().load_state(*args, **kwargs)
-        if self._attachment is not None:
-            self._attachment.scaler.abandon_window()
+        self._attachment.scaler.abandon_window()
         return result

@@ -30,14 +30,14 @@ def attach(
     """Check each optimizer step of ``target``, in fp16 with a :class:`GradScaler`; returns it.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
-    >>> attach(accelerator, step_mode="overlap")   # this one, and those of the environment
+    >>> attach(accelerator, step_mode="overlap")   # this setting, and the environment's
     >>> attach(accelerator, {"step_mode": "overlap", "min_scale": 1.0})    # the same for several
-    >>> attach(accelerator, ScalerConfig(step_mode="overlap"))             # these, all of them
+    >>> attach(accelerator, ScalerConfig(step_mode="overlap"))             # these settings alone
 
     Args:
         target: an ``accelerate.Accelerator``, before or after ``prepare``, or a
-            ``transformers.Trainer``. A second call with no settings, or with those in force, does
-            nothing.
+            ``transformers.Trainer``. A second call without settings, or with the settings in force,
+            does nothing.
         config: a :class:`ScalerConfig`, beside which the environment is not read, or a mapping of
             some of its fields. A setting of the scale that no source sets (in a ScalerConfig: a
             field at its default) comes from the replaced scaler (``GradScalerKwargs``), as does
@@ -83,11 +83,8 @@ def attach(
             )
         detach(accelerator)
     in_code = base is not None or bool(fields)
-    attached = Attachment(accelerator, *resolved(base, fields), in_code)
-    attached.install(accelerator)
-    if not isinstance(accelerator, ScaledAccelerator):
-        attached.stock_class = type(accelerator)
-        accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
+    Attachment(accelerator, *resolved(base, fields), in_code).install(accelerator)
+    accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
     return target
 
 

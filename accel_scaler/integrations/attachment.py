@@ -85,7 +85,7 @@ class Attachment:
         """Modules that run in float32 once their model is prepared."""
         for model in self.models:
             self.fp32_modules.refuse_uncastable(model)
-        self.stock_class: type | None = None
+        self.stock_class = type(accelerator)
         """The class before ``attach``."""
         self.scaler = AttachedScaler(self.device.type, **settings)
         self.scaler.attachment = weakref.ref(self)
@@ -241,8 +241,7 @@ class Attachment:
         if self.explainer is not None:
             self.explainer.close()
         del accelerator._attachment
-        if self.stock_class is not None:
-            accelerator.__class__ = self.stock_class
+        accelerator.__class__ = self.stock_class
         if failed is not None:
             raise failed
 
@@ -312,7 +311,7 @@ def unlike_launched(accelerator: Any) -> Iterator[str]:
     if world > accelerator.num_processes and "LOCAL_RANK" in os.environ:
         yield (
             f"got an accelerator of {accelerator.num_processes} process, expected {world} "
-            "(WORLD_SIZE): each process trains alone, and writes what the others write. To train "
+            "(WORLD_SIZE): each process trains alone, and all write the same files. To train "
             "together on a CPU set ACCELERATE_USE_CPU=true; else start one process."
         )
 

@@ -40,11 +40,11 @@ logger = logging.getLogger("accel_scaler")
 class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     """``AcceleratedOptimizer`` whose ``step`` goes through the accelerator's boundary.
 
-    ``step_was_skipped`` is right for every optimizer, fused ones too, at the cost of one
+    ``step_was_skipped`` is right for every optimizer, also a fused one, at the cost of one
     synchronisation a step.
     """
 
-    _attachment: Attachment | None = None
+    _attachment: Attachment
     _stepper: ReplicaStepper | None = None
 
     def join(self, attachment: Attachment, stepper: ReplicaStepper | None) -> None:
@@ -79,7 +79,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def _give_way(self) -> None:
         """Another optimizer owns the parameters: this one is neither stepped nor saved any more."""
         stepper, self._stepper = self._stepper, None
-        assert self._attachment is not None
         assert stepper is not None
         self._attachment.forget(self.stepped_optimizer)
         stepper.close(is_replaced=True)
@@ -115,7 +114,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Step through masters from now on if a trained parameter needs one. ``frozen_too``: or a
         frozen one, since masters are about to be loaded."""
         attachment, inner = self._attachment, self.stepped_optimizer
-        if attachment is None or inner in replaced:
+        if inner in replaced:
             return
         if _needs_replica(inner, attachment.config, attachment.device, frozen_too):
             adopt(self, attachment, frozen_too)
@@ -136,7 +135,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As Accelerate's: in a window's last micro-batch only."""
-        if self._attachment is not None and self.gradient_state.sync_gradients:
+        if self.gradient_state.sync_gradients:
             self.dropped.zero_grad(self.stepped_optimizer)
         super().zero_grad(set_to_none)
 
@@ -147,7 +146,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         refuse_replaced_owner(self.stepped_optimizer)
         attachment = self._attachment
         as_stock = closure is not None and self.scaler is None  # and not recorded
-        if attachment is None or not self.gradient_state.sync_gradients or as_stock:
+        if not self.gradient_state.sync_gradients or as_stock:
             super().step(closure)
             return
         if closure is not None:
@@ -242,7 +241,7 @@ def refuse_unsuitable(
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:
-    """The torch optimizers inside one, or a list of, prepared ones."""
+    """The torch optimizers inside a prepared optimizer, or inside a list of them."""
     found = []
     for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
         while isinstance(optimizer, AcceleratedOptimizer):

@@ -33,9 +33,9 @@ KEPT_NORMS = 20
 MAX_MISTAKES = 5
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
-"""``untrained``: every window was skipped. ``stuck``: every one at the end. ``diverged``: the loss
-is inf or NaN now, or far above its first values. ``partly``: many windows were skipped in the
-middle of training. ``stepped``: none of these; what the steps were good for is not known."""
+"""``untrained``: every window was skipped. ``stuck``: every window at the end was. ``diverged``:
+the loss is inf or NaN now, or far above its first values. ``partly``: many windows were skipped in
+the middle of training. ``stepped``: anything else; whether the steps were of use is not known."""
 SkipKind = Literal["spike", "forward", "search", "growth", "other"]
 
 

@@ -28,7 +28,7 @@ class Finding:
     level: Level
     title: str
     text: str = ""
-    """Where to look and what to do."""
+    """The place to look at, and the remedy."""
 
 
 def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
@@ -121,8 +121,8 @@ def cause_of_skips(run: Diagnosis) -> str:
 
 
 def _is_search(run: Diagnosis) -> bool:
-    """Whether all windows were skipped in search of a scale. Where a module has made a NaN, which
-    no lower scale prevents, it was no search."""
+    """Whether all windows were skipped in search of a scale. A module that made a NaN would make it
+    at any scale, so then it was no search."""
     first = run.first[1] if run.first else {}
     seen = (*(first.get("input") or ()), *(first.get("output") or ()))
     has_nan = any(math.isnan(float(each)) for each in seen)  # in a live record it is a text

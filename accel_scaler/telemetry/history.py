@@ -1,4 +1,4 @@
-"""What the scaler did: the records of the last windows, a diagnosis of all."""
+"""The records of the last windows, and a diagnosis of all windows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class History:
             self._before.add_mistake(text)
 
     def diagnosis(self) -> Diagnosis:
-        """What became of the run up to now; the report finds the same in the file."""
+        """A diagnosis of the run up to now; the report makes the same from the file."""
         with self._lock:
             found = deepcopy(self._before)
             if self.records:

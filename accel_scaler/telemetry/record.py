@@ -1,4 +1,4 @@
-"""The schema of telemetry: what a record holds, and the lines of a file.
+"""The schema of telemetry: the fields of a record, and the lines of a file.
 
 A file is JSON lines of these kinds, in order: ``start`` (settings and versions), ``names`` (of the
 parameters in their model's order; again when they change), ``window``, ``end``; a ``noted`` line
@@ -81,7 +81,7 @@ class Record:
     float16's largest number, where float32 has added micro-batches up. Only with ``telemetry``,
     once in ``underflow_interval`` windows; None after a clip by value."""
     first: dict[str, Any] | None = None
-    """Where the overflow began, if it was found; see ``find_overflow``."""
+    """The beginning of the overflow, if it was found; see ``find_overflow``."""
     healed: tuple[str, ...] = ()
     """Modules that ``heal`` has put in float32 from the next window on."""
     retries: int = 0

@@ -51,7 +51,7 @@ class Recorder(Observer):
         self._open: OpenRecord | None = None
         """The record of the last window, which another optimizer may join."""
         self._measured, self._next_measured = -1, 0
-        """Indices: of the last window whose gradients were measured, and of the next one."""
+        """The indices of the last window whose gradients were measured, and of the next."""
         self._largest: list[float] = []
         """The largest gradient of each optimizer in the measured window."""
         self._start = time.perf_counter() if journal is None else journal.start_s
@@ -65,7 +65,7 @@ class Recorder(Observer):
         return self.history.cause()
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
-        """Read what the update overwrites; the check has just waited for the device."""
+        """Read the numbers that the update overwrites; the check has just waited for the device."""
         window.grad_norms.fetch()
         if self.journal is None:
             return

@@ -46,8 +46,8 @@ class Attachment:
 
     Args:
         accelerator: a stock accelerator.
-        requested_config: the settings that ``attach`` was given; ``config`` adds the
-            settings of the replaced scaler, as far as the precision allows.
+        requested_config: the settings that ``attach`` was given; ``config`` adds the settings of
+            the replaced scaler, as far as the precision allows.
         named: fields that a call or the environment names, which outrank the replaced scaler's.
         in_code: the script requested settings; else they are from the environment.
 
@@ -278,10 +278,11 @@ class AttachedScaler(GradScaler):
         return state | ({"fp32_modules": healed} if state and healed else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As GradScaler's; modules that the saved run had healed run in float32. Raises, too:
+        """As GradScaler's; modules that the saved run had healed run in float32.
 
-        ConfigError: ``fp32_modules`` is no list of names.
-        UnsupportedError: a module that cannot be cast.
+        Raises:
+            ConfigError: ``fp32_modules`` is no list of names.
+            UnsupportedError: a module that cannot be cast.
         """
         super().load_state_dict(state_dict)
         attachment, names = self.attachment and self.attachment(), state_dict.get("fp32_modules")

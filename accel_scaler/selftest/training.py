@@ -72,7 +72,7 @@ def joined() -> Iterator[PartialState]:
 
 @contextmanager
 def lacks() -> Iterator[None]:
-    """In the block an error of Accelerate or torch means that they lack something here."""
+    """Make errors of Accelerate or torch in the block ``NotImplementedError``, for this device."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -26,8 +26,8 @@ MANY_SKIPPED = 0.1
 ENDS = 5
 """Losses at each end of a session whose medians are compared: two odd batches do not move them."""
 FAR = 10.0
-"""Times the first losses; larger last losses have risen. A loss may well rise several times, in a
-GAN or with a term whose weight grows."""
+"""The factor above the first losses from which on a loss has risen. A sum of losses may well rise
+by less, in a GAN or with a term whose weight grows."""
 KEPT_NORMS = 20
 """The last norms, kept for their median."""
 MAX_MISTAKES = 5

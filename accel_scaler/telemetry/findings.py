@@ -20,7 +20,7 @@ from .diagnosis import MANY_SKIPPED, Diagnosis, Span
 Level = Literal["bad", "warn", "note", "good"]
 KEEPS = "keeps in float32 what overflows at any scale"
 REPEATED, MANY = 3, 6
-"""Overflows at good scales from which on a finding says so, and from which on it is a bad one."""
+"""The numbers of overflows at good scales that make a finding, and a bad finding."""
 
 
 @dataclass(frozen=True, slots=True)

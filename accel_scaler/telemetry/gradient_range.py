@@ -22,9 +22,10 @@ def measure(
     """The largest finite element in the dense float16 and float32 gradients of one optimizer; None
     if there is none. Synchronises with the device.
 
-    Micro-batches are added up and ranks averaged by then; a DTensor is this rank's shard. After a
-    clip of single elements nothing is known. ``record``: of the optimizer, with unscaling still to
-    come. ``scale``: the window's; None: nothing is scaled, and float32 gradients do not count.
+    Micro-batches are added up and ranks averaged by then; of a DTensor the shard of this rank
+    counts. After a clip of single elements nothing is known. ``record``: the optimizer's, which
+    knows whether gradients are still scaled. ``scale``: the window's; None: nothing is scaled, and
+    float32 gradients do not count.
     """
     if window.clipped_values:
         return None

@@ -105,7 +105,7 @@ class Journal:
             raise _refusal(path, str(error)) from error
 
     def append(self, window: OpenRecord) -> None:
-        """Append a window, which no optimizer of the window before it joins any more."""
+        """Append a window; from now on no optimizer joins the window before it."""
         waiting, self._step = self._waiting, window.record.index
         overflowed = bool(waiting) and waiting[-1].record.found_inf
         waiting.append(window)

@@ -49,6 +49,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def join(self, attachment: Attachment, stepper: ReplicaStepper | None) -> None:
         """Step through the attachment's boundary from now on, with ``stepper`` if need be."""
+        # Another accelerator that had prepared this optimizer gives it up.
+        self.__dict__.get("_attachment", attachment).optimizers.discard(self)
         self._attachment, self._stepper = attachment, stepper or self._stepper
         self.dropped = DroppedBatches()
         replaced.discard(self.stepped_optimizer)
@@ -59,10 +61,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment.boundary.add(self)
 
     def leave(self, attachment: Attachment) -> None:
-        """Become Accelerate's again, unless another accelerator has taken it over. Raises
-        ``StepError`` if the step in flight failed, after everything was removed."""
-        if self._attachment is not attachment:
-            return
+        """Become Accelerate's again. Raises ``StepError`` if the step in flight failed, after
+        everything was removed."""
         stepper = self._stepper
         attachment.optimizers.discard(self)
         attachment.scaler.release(self.stepped_optimizer)

@@ -38,15 +38,20 @@ def test_a_schedule_made_over_a_prepared_optimizer_goes_along() -> None:
     assert not torch.equal(weights(train(accelerator, model, optimizer, 1)), before)
 
 
-def test_an_optimizer_that_another_accelerator_took_over_is_not_given_back() -> None:
+@pytest.mark.parametrize("first_is_detached", ["first", "last"])
+def test_an_optimizer_that_another_accelerator_took_over_is_given_back_by_that_one(
+    first_is_detached: str,
+) -> None:
     first, second = (attach(cpu(), ScalerConfig()) for _ in range(2))
     _, optimizer = prepared(first)
     second.prepare(optimizer)
-    detach(first)
-    assert type(optimizer) is ScaledOptimizer
-    assert optimizer.scaler is second.scaler
+    if first_is_detached == "first":
+        detach(first)
+        assert type(optimizer) is ScaledOptimizer
+        assert optimizer.scaler is second.scaler
     detach(second)
     assert type(optimizer) is AcceleratedOptimizer
+    assert type(detach(first)) is Accelerator
 
 
 def test_after_detach_no_step_counts_as_skipped() -> None:

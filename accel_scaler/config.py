@@ -125,7 +125,7 @@ class ScalerConfig:
     A text is read as a flag's: ``"1024"``, ``"true"``, ``"*.wo, h.3"``.
 
     Raises:
-        ConfigError: with the field, the value and what is allowed.
+        ConfigError: names the field, the value and the allowed values.
 
     Attributes:
         init_scale: Scale of the first window (a factor on the loss, no unit).
@@ -134,7 +134,7 @@ class ScalerConfig:
         growth_interval: Windows in a row without overflow after which the scale grows.
         enabled: Scale the loss. False: GradScaler only calls optimizer.step().
         min_scale: Lower bound of the scale. None: no bound, as in torch.
-        max_scale: Upper bound of the scale. None: that of float32, as in torch.
+        max_scale: Upper bound of the scale. None: the largest of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
         sharded: Ranks hold different gradients by sharding of your own (DTensors and FSDP are
             detected): they agree on each skip by one all-reduce per window.
@@ -385,7 +385,7 @@ def suggestion(written: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def help_of(name: str) -> str:
-    """What a field means, and what it takes."""
+    """The meaning of a field, and the values that it takes."""
     return f"{ABOUT[name]} Takes {KINDS[name].allowed}."
 
 

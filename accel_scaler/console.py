@@ -19,7 +19,7 @@ class Sender(logging.Handler):
 
 
 def plain(text: str) -> str:
-    """Text that steers no terminal: of what is not printable only line ends are left."""
+    """Text that steers no terminal: of unprintable characters only line ends are left."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

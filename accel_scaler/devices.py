@@ -70,7 +70,7 @@ def peak_memory() -> dict[str, float]:
     """Peak bytes of this process so far: of tensors on the accelerator, as its allocator counts,
     and of the whole process on the host; unknown ones are left out. Does not synchronise."""
     ask = getattr(torch.get_device_module(present_type()), "max_memory_allocated", int)
-    status = Path("/proc/self/status")  # Linux; ru_maxrss begins with that of the parent process
+    status = Path("/proc/self/status")  # Linux; ru_maxrss begins with the parent process's
     host = re.search(r"VmHWM:\s*(\d+) kB", status.read_text() if status.exists() else "")
     found = {"device_peak_bytes": ask(), "host_peak_bytes": int(host[1]) * 1024 if host else 0}
     return {name: size for name, size in found.items() if size}

@@ -42,8 +42,8 @@ logger = logging.getLogger("accel_scaler")
 class AsyncStepper(ReplicaStepper):
     """Steps ``optimizer``. Methods are for the training thread, except where documented.
 
-    Any thread may wait for the step in flight. ``lock`` guards what a wait leaves behind; no thread
-    waits under it for a step that another one has handed over.
+    Any thread may wait for the step in flight. ``lock`` guards the state that a wait leaves behind;
+    no thread waits under it for a step that another thread has handed over.
 
     Args:
         mode: ``"overlap"`` or ``"sync"``, in which the thread has functions of ``submit()`` alone.

@@ -4,7 +4,7 @@ Note [Compile sessions]
 -----------------------
 While dynamo compiles a frame, ``torch.compiler.is_compiling()`` is True on every thread (torch
 2.13). torch's optimizers ask it, for each parameter: where it is True they compute with tensors
-what they otherwise compute with Python floats. That rounds differently, and some of them fail. So
+that they otherwise compute with Python floats. The results round differently, and some fail. So
 no step runs on the optimizer thread beside a compile, whatever is compiled.
 
 Each compile holds dynamo's own lock from before the flag is set until after it is cleared. A step

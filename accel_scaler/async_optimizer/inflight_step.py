@@ -32,7 +32,7 @@ class Update:
     """All that the optimizer thread gets for one step; dropped once its work is done."""
 
     grads: list[Tensor | None]
-    """In the order of the parts, final but for what is ``deferred``."""
+    """In the order of the parts, final once they are multiplied by ``deferred``."""
     deferred: DeferredUnscale
     begin: Callable[[], None]
     """Called first: lets masters take edits of the model."""

@@ -129,7 +129,7 @@ class AsyncOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The wrapped optimizer's groups; inside :meth:`submit`, those that are stepped."""
+        """The wrapped optimizer's groups; inside :meth:`submit`, the replica's."""
         return (self._stepper.replica.copy if self._inside else self.optimizer).param_groups
 
     @param_groups.setter

@@ -71,7 +71,7 @@ PASSIVE: frozenset[Any] = frozenset(
     [getattr(Tensor, name) for name in _METHODS]
     + [getattr(slot, kind) for slot in _SLOTS for kind in _ACCESSES if hasattr(slot, kind)]
 )
-"""Operations that touch no element and so do not wait: those of ``zero_grad`` above all."""
+"""Operations that touch no element and so do not wait: above all, everything in ``zero_grad``."""
 
 
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -96,7 +96,7 @@ def _body_of(*classes: type) -> dict[str, Any]:
 
     def class_of(self: Any) -> Any:
         _wait_for(self)
-        # Not the real class: that is what the question began with, and the answer would be no.
+        # Not the real class: the caller has just compared with that one, and would answer no.
         return Plain
 
     def dict_of(self: Any) -> Any:

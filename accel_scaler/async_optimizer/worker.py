@@ -81,7 +81,7 @@ class Task:
         except BaseException as error:
             self.error = error
         finally:
-            run = None  # a caller that waits may check at once whether what it held is released
+            run = None  # a caller that waits may check at once whether its tensors are released
             timing.busy, timing.finished = time.perf_counter() - timing.start, True
             with self._changed:
                 self.finished = True
@@ -136,7 +136,7 @@ class Task:
                 "a step waits for itself: the optimizer's code, or a function given to submit(), "
                 "used a parameter of the model or its .grad, or called synchronize(), state_dict() "
                 "or the like. Inside submit(fn) use "
-                "optimizer.param_groups, which are what is stepped there."
+                "optimizer.param_groups: the parameters that are stepped there."
             )
         if not thread.is_alive() and not self.finished:
             raise StepError(
@@ -205,7 +205,7 @@ class Worker:
         return self.thread is not None and self.thread.ident == threading.get_ident()
 
     def stop(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Finish what was submitted and end the thread; a later task starts another."""
+        """Finish all submitted tasks and end the thread; a later task starts another."""
         thread, self.thread = self.thread, None
         if thread is not None:
             _join(thread, self._queue, limit_s)
@@ -225,7 +225,7 @@ class Worker:
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
         weakref.finalize(self, self._queue.put, None).atexit = False
-        atexit.unregister(_join_all)  # so that it comes before what was registered by now
+        atexit.unregister(_join_all)  # so that it runs before all functions registered by now
         atexit.register(_join_all)
         _running[self.thread] = self._queue
 

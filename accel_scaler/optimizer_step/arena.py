@@ -33,8 +33,8 @@ class Where(IntEnum):
 class Arena:
     """Parameters side by side: masters in one buffer, the first state of neighbours in others.
 
-    ``optimizer.state[p]`` alone has that state, so what a script takes out is freed. What it puts
-    there is stepped where it is (:meth:`adopt`), but for the counts of steps: those lie here.
+    ``optimizer.state[p]`` alone has that state, so a tensor that a script takes out is freed. A
+    tensor that a script puts there is stepped where it is (:meth:`adopt`). Step counts lie here.
 
     Args:
         targets: the model's parameters, in the order of their slots.
@@ -101,8 +101,8 @@ class Arena:
             self.where[slot] = Where.HERE
 
     def adopt(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
-        """Count a parameter's steps here, and see whether a fused kernel takes its state: that of
-        a master is copied where it is laid out unlike it."""
+        """Count a parameter's steps here, and see whether a fused kernel takes its state. State
+        of a master is copied where it is laid out unlike the master."""
         names, shape = [*keys, *["step"] * counts], self.shapes[slot]
         values = {name: entry[name] for name in names if entry.get(name) is not None}
         if not values and self._fits[slot] and (names or self.has_masters):
@@ -145,8 +145,8 @@ class Arena:
 
 
 class Placed:
-    """A parameter with a place in an arena, and what is stepped for it: itself, unless it has a
-    master."""
+    """A parameter with a place in an arena, and the tensor that is stepped for it: the parameter
+    itself, unless it has a master."""
 
     def __init__(self, param: Tensor, group: int, arena: Arena, slot: int) -> None:
         self.param = self.stepped = self.target = param
@@ -158,7 +158,7 @@ class Held:
 
     Args:
         owners: parameters, in whatever order.
-        values: what is in the state. Tensors are held weakly: what a script takes out is freed.
+        values: all values in the state. Tensors are held weakly, so a script can free them.
         placed: which of ``values`` must be at the same address, too: ``.data`` may be assigned.
     """
 
@@ -177,7 +177,7 @@ class Held:
         return list(map(Tensor.data_ptr, compress(values, self._placed)))
 
     def is_current(self, owners: Sequence[Any], values: Sequence[Any]) -> bool:
-        """Whether these are the same objects, those that are ``placed`` where they were."""
+        """Whether these are the same objects, and the ``placed`` ones at their addresses."""
         return (
             are_same(owners, self._owners)
             and are_same(values, [ref() for ref in self._refs])

@@ -242,7 +242,7 @@ class Run:
 
         Args:
             group: the hyperparameters.
-            deferred: what is still to be done to the gradients; to float32 ones in place.
+            deferred: factors still due on the gradients; float32 gradients get them in place.
             publishes: write masters' new values to the model.
             whole: it :meth:`takes` them so, and nothing is ``deferred``.
         """
@@ -270,7 +270,7 @@ class Run:
     def _gather(
         self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> list[Tensor]:
-        """The gradients of a block as the kernel takes them, what is ``deferred`` done to them.
+        """The gradients of a block as the kernel takes them, multiplied by ``deferred``.
         Narrower ones than float32, or laid out unlike their parameters, are copied into scratch."""
         pairs = [self.pairs[i] for i in block.places]
         found = cast("list[Tensor]", [grads[i] for i in block.places])

@@ -2,7 +2,7 @@
 
 Everything here runs on the training thread and decides on the host, so that a skipped step is
 known (and the LR schedule can wait) whichever optimizer is used, fused or not. The boundary writes
-what it learns of an optimizer to the window, and reads there what others have written.
+its findings on an optimizer to the window, where every other call reads them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Boundary:
         observers: receive each event in this order; one that finds out where an overflow began
             comes before one that reads it from the window.
         rerun: makes overflowed gradients anew.
-        skip_nonfinite: check gradients of an unscaled loss, too; those of a scaled one always are.
+        skip_nonfinite: check gradients of an unscaled loss, too; of a scaled loss they always are.
         skip_norm_above: see :class:`SpikeRule`.
     """
 
@@ -216,7 +216,7 @@ class Boundary:
             observer.mistake_named(text)
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
-        # A rank whose shard is empty still takes part in what the others decide.
+        # A rank whose shard is empty still takes part in the decision of all.
         params = parameters_of(optimizer)
         return self.scaler.ranks.has_parts(optimizer) or any(p.grad is not None for p in params)
 

@@ -35,7 +35,7 @@ from .stepper import stepper_of
 logger = logging.getLogger("accel_scaler")
 
 Parts = Sequence[tuple[Optimizer, list[Tensor], OptimizerRecord]]
-"""Optimizers, those of their parameters that are clipped, and their records."""
+"""Optimizers, the clipped ones among their parameters, and their records."""
 
 
 class Clipping:
@@ -46,7 +46,7 @@ class Clipping:
         self._has_warned = False
 
     def norm_so_far(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Off the boundary: the norm of what has accumulated, unscaled. Changes nothing."""
+        """Off the boundary: the norm of the gradients so far, unscaled. Changes nothing."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -218,7 +218,7 @@ class Clipping:
         return total
 
     def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
-        """``parameters`` are all of their optimizers', none of these checked yet, none shared."""
+        """True if ``parameters`` are exactly those of their optimizers, unchecked and unshared."""
         window = self.scaler.window
         if self.scaler.ranks.sharded or window.opened_by is None:
             return False
@@ -266,12 +266,12 @@ class Clipping:
 def _norms(
     parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale
 ) -> list[Tensor]:
-    """The norm of each gradient, with what is ``deferred`` done to it, float32, shape ()."""
+    """The norm of each gradient, multiplied by ``deferred``, float32, shape ()."""
     grads = gradients_of(parameters)
     if not deferred or norm_type == 0 or not grads:  # 0: a count
         return [norm_of(grad, norm_type) for grad in grads]
     factors = deferred.factors(parameters)
-    if 2.0 < norm_type < inf:  # a power of what is still scaled may be past float32
+    if 2.0 < norm_type < inf:  # a power of a scaled element may be past float32
         pairs = zip(grads, factors, strict=True)
         return [norm_of(grad.float() * factor, norm_type) for grad, factor in pairs]
     scaled = torch.stack([norm_of(grad, norm_type) for grad in grads])

@@ -47,7 +47,7 @@ def master_rule(config: ScalerConfig, device: torch.device) -> MasterRule:
 
 
 class ParameterPair(Placed):
-    """One parameter of the model and what is stepped in its place."""
+    """One parameter of the model and the parameter that is stepped in its place."""
 
     def __init__(self, param: Tensor, group: int) -> None:
         self.param, self.group = param, group
@@ -148,7 +148,7 @@ def make_pairs(
 
 def shard_of(value: Tensor, param: Tensor) -> Tensor:
     """This rank's part of ``value``, a tensor like ``param``: a shard, or whole as in a full state
-    dict, where torch cuts only what its own optimizers make."""
+    dict. torch itself cuts only the state that its own optimizers make."""
     like: Any = param
     if hasattr(value, "to_local") or not hasattr(like, "to_local") or value.shape != like.shape:
         return local(value)

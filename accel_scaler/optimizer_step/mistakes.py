@@ -1,4 +1,4 @@
-"""Mistakes of a script that nothing refuses, told by what they leave behind."""
+"""Mistakes of a script that nothing refuses, told by the traces that they leave."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Observer:
         return ""
 
     def before_update(self, optimizer: Optimizer, window: Window) -> None:
-        """The scale is updated, parameters and gradients are still those of the window; the
+        """The scale is updated, the window's parameters and gradients are still in place; the
         optimizer steps, or is skipped, next. Where gradients were checked, this thread has just
         waited for the device."""
 
@@ -45,7 +45,7 @@ class Observer:
         run; None: there was no update."""
 
     def mistake_named(self, text: str) -> None:
-        """The log has named a mistake of the script: what it is, what to write instead."""
+        """The log has named a mistake of the script, and the code to write instead."""
 
     def run_ended(self, error: str) -> None:
         """Too many skips in a row: ``error`` is about to be raised."""

@@ -48,7 +48,7 @@ T = TypeVar("T")
 @dataclass(eq=False)
 class OverflowCheck:
     """Checks an optimizer's gradients once a window, and unscales them then or leaves that to the
-    step. The optimizer's record in the window holds what it finds."""
+    step. Its findings stand in the optimizer's record in the window."""
 
     scaler: GradScaler
     device: torch.device
@@ -147,7 +147,7 @@ class OverflowCheck:
         return record
 
     def _next_window(self, last: Window) -> Window:
-        """Open a window; it takes over what is known of optimizers not stepped in ``last``."""
+        """Open a window; it takes over the records of optimizers not stepped in ``last``."""
         left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
         window = self.scaler.open_window()
         window.states.update(left)
@@ -292,7 +292,7 @@ class OverflowCheck:
             self.scaler.window.forget(optimizer)
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        """Do in place what is deferred, for a caller who reads unscaled gradients. Raises
+        """Multiply in place by what is deferred, for a caller who reads unscaled gradients. Raises
         ``UnsupportedError`` where they are float16, or bfloat16 and go to masters."""
         stepper = stepper_of(optimizer)
         if stepper.keeps_scaled:

@@ -150,7 +150,7 @@ class Replica:
         pairs = make_pairs(self.optimizer, self.masters, known, self._saved, self._ranks)
         removed, now = set(map(id, self._removed)), set(map(id, params))
         for pair in (pair for pair in pairs if id(pair) in removed):
-            pair.refresh()  # what was written to it meanwhile
+            pair.refresh()  # it may have been written to meanwhile
         self._removed = [
             pair
             for pair in known
@@ -267,8 +267,8 @@ class Replica:
         return values
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
-        """Convert one parameter's state to what its pair steps with: shards; for a master float32,
-        on its device and in its arena."""
+        """Convert one parameter's state to the tensors that its pair steps with: shards, or for a
+        master float32 tensors on its device, in its arena."""
         group = self.optimizer.param_groups[pair.group]
         for key, value in entry.items() if self.has_masters or self.is_sharded else ():
             if not isinstance(value, Tensor):
@@ -289,15 +289,15 @@ class Replica:
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
 
     def expect_masters(self, params: Iterable[Tensor]) -> None:
-        """Masters of ``params`` are about to be loaded: :meth:`follow` makes room for those of
-        frozen ones, too, which may be trained again."""
+        """Masters of ``params`` are about to be loaded: :meth:`follow` makes room for them, also
+        where a parameter is frozen and may be trained again."""
         self._saved = set(map(id, params))
         if any(id(pair.param) in self._saved and not pair.is_master for pair in self.pairs):
             self._layout = None
 
     def apart(self, entries: dict[Any, Any]) -> Any:
-        """Entries of a state dict, with copies of what is in this optimizer's own memory: a load
-        writes there, one parameter after the other, while it reads the entries."""
+        """Entries of a state dict, with copies of the tensors in this optimizer's own memory: a
+        load writes there, one parameter after the other, while it reads the entries."""
         held = [*_tensors_in(_values_of(self.optimizer.state)), *(p.stepped for p in self.pairs)]
         places = {t.data_ptr() for t in map(local, held) if type(t) in (Tensor, nn.Parameter)}
 
@@ -331,8 +331,8 @@ class Replica:
         self.give_back_state()
 
     def take_edits(self) -> list[Tensor]:
-        """Before a step, while the model has what was published: copy to the masters what was
-        written to parameters where no version counts (``p.data``). Returns these parameters.
+        """Before a step, while the model has the masters' values: copy to the masters all edits
+        that no version counts (``p.data``). Returns the edited parameters.
 
         Reads samples of all masters and parameters. Synchronises with the device.
         """
@@ -346,7 +346,7 @@ class Replica:
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
-        """On any thread: do what is ``deferred`` to a part's gradients, update it, and write new
+        """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
         if self.masters.on_host:
             final = self.bring(part.pairs, grads, deferred)
@@ -372,7 +372,7 @@ class Replica:
         deferred: DeferredUnscale,
     ) -> list[Tensor | None]:
         """The gradients that ``pairs`` are stepped with, float32 for masters, where they are.
-        Those of float32 parameters are unscaled in place."""
+        Gradients of float32 parameters are unscaled in place."""
         final = list(grads)
         scaled: list[tuple[Tensor, Tensor]] = []
         for place, (pair, grad) in enumerate(zip(pairs, grads, strict=True)):

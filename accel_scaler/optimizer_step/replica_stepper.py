@@ -1,6 +1,6 @@
 """A stepper that updates an optimizer through its replica, inside ``step()``.
 
-It follows what a script changes from outside (groups, parameters, their values), and loads and
+It follows a script's changes from outside (of groups, parameters, their values), and loads and
 saves float32 masters with the optimizer's state.
 """
 

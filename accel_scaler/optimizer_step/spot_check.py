@@ -2,7 +2,7 @@
 
 A master is stepped in place of its parameter and then published over it, so an edit of the
 parameter has to reach the master first. ``p.clamp_()`` counts a version, ``p.data.clamp_()`` does
-not. An unedited parameter holds, bit for bit, what its master rounds to.
+not. An unedited parameter is, bit for bit, its rounded master.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_WHOLE = 4096
 
 
 class SpotCheck:
-    """Samples of parameters and of their masters, for those of ``pairs`` that have a master.
+    """Samples of parameters and of their masters, for all ``pairs`` that have a master.
 
     An edit of ``STRIDE`` elements in a row is always found. An edited tensor is compared whole from
     then on: a clamp in each window often writes to few elements.
@@ -46,7 +46,7 @@ class SpotCheck:
 
     @torch.no_grad()
     def find(self) -> list[ParameterPair]:
-        """Pairs whose parameter does not hold what its master rounds to. Waits for the device."""
+        """Pairs whose parameter is not its rounded master. Waits for the device."""
         found = {id(pair) for samples in self._samples for pair in samples.find()}
         edited = [
             pair
@@ -72,7 +72,7 @@ class _Samples:
             views.append(views[0].new_zeros(rest))
 
     def find(self) -> list[ParameterPair]:
-        """Pairs whose parameter's sample is not what that of its master rounds to."""
+        """Pairs of which the parameter's sample is not the master's, rounded."""
         masters = torch.cat(self._masters)
         rounded = masters.to(self._dtype).view(self._bits).flatten()
         now = torch.cat(self._targets).to(rounded.device).flatten()

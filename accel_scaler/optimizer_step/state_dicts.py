@@ -80,7 +80,7 @@ class StateDictHooks:
                 pair, entry = pairs.get(id(p)), state.get(index)
                 if pair is None:
                     continue
-                # Else it is the optimizer's own, as torch's is: what is written to it counts.
+                # Else it is the optimizer's own, as in torch, and an edit of it counts.
                 is_ours = pair.is_master or hasattr(p, "to_local") or MASTER in (entry or ())
                 if is_ours and isinstance(entry, dict):  # a plain optimizer may have loaded it
                     own = without_master(entry)

@@ -65,7 +65,7 @@ class Stepper(ABC):
 
     @abstractmethod
     def step(self, deferred: DeferredUnscale | None = None) -> None:
-        """Take the gradients, do what is ``deferred``, update."""
+        """Take the gradients, multiply them by ``deferred``, update."""
 
     def step_idle(self) -> None:
         """A boundary without gradients. Stock steps all the same: a hook may bring gradients."""
@@ -166,7 +166,7 @@ def _held_by(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
 
 
 def _entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Its state's, without what a script has put there under a key of its own."""
+    """The entries of its state, but for values that a script keeps there under its own keys."""
     return [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
 
 

@@ -22,7 +22,7 @@ _BY_PARAMETER = (
 """torch's optimizers whose step treats each parameter alone. transformers' Adafactor does, too."""
 
 _BY_MATRIX = {"Adafactor", "Muon"}
-"""Those of them that need a whole parameter, not a shard of it."""
+"""Optimizers that need a whole parameter, not a shard of it."""
 
 WHY = "offload, float16 or bfloat16 parameters"
 WAY_OUT = (
@@ -57,7 +57,7 @@ def refuse_replaced(optimizer: Optimizer) -> None:
 
 def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way; ``masters``:
-    which of what is trained is stepped through float32 copies."""
+    which trained parameters are stepped through float32 copies."""
     name = type(optimizer).__name__
     closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -47,23 +47,23 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_539,
-    "optimizer_step": 2_323,
-    "async_optimizer": 5_162,
-    "integrations": 1_438,
-    "overflow": 2_877,
-    "telemetry": 1_589,
-    "report": 1_086,
-    "launch": 440,
-    "selftest": 552,
-    "": 937,
+    "scaling": 2_437,
+    "optimizer_step": 3_516,
+    "async_optimizer": 1_702,
+    "integrations": 1_369,
+    "overflow": 3_071,
+    "telemetry": 1_554,
+    "report": 898,
+    "launch": 433,
+    "selftest": 518,
+    "": 933,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 18_943
-"""The aim is 16,000."""
+MAX_SUM = 16_431
+"""The aim is 15,000."""
 
 
 def place(name: str) -> int:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 from .config_file import read_config
 from .errors import AccelScalerError, ConfigError, shown
@@ -394,10 +394,9 @@ def _flag_of(name: str) -> Any:
 
 
 def _flag_type(name: str) -> Any:
-    """The type by which HfArgumentParser converts a flag: a text, where None or a list is one."""
+    """The type by which HfArgumentParser converts a flag; a text is left to the field's check."""
     hint = get_type_hints(ScalerConfig)[name]
-    is_simple = hint in (int, float, bool) or get_origin(hint) is Literal
-    return hint if is_simple else str
+    return hint if hint in (int, float, bool) else str
 
 
 def _text(value: Any) -> str:

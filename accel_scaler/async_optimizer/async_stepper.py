@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 from ..config import StepMode
 from ..devices import present_stream
 from ..errors import StepError
-from ..optimizer_step import MasterRule, ParameterPair, ReplicaStepper, refuse_overlapping
+from ..models import unwrap
+from ..optimizer_step import (
+    MasterRule,
+    ParameterPair,
+    ReplicaStepper,
+    is_stepped,
+    refuse_overlapping,
+)
 from ..scaling import DeferredUnscale, ParameterNames, parameters_of
 from .grad_handoff import guard_backward, is_shared, read_in_place
 from .inflight_step import InflightStep, Update
@@ -33,7 +40,7 @@ from .pending_parameter import (
     wait_for_gradients,
     wait_for_parameters,
 )
-from .unseen_reads import unseen_read
+from .unseen_reads import BeforeEvaluation, unseen_read
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
@@ -82,10 +89,13 @@ class AsyncStepper(ReplicaStepper):
         """The thread that trains, as far as is known."""
         self._models: weakref.WeakKeyDictionary[Module, list[int]] = weakref.WeakKeyDictionary()
         """Watched ones, with the ``id`` of each of the optimizer's parameters then."""
+        self._evaluations: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
+        """Handles of the hooks that make an evaluation of a whole model wait."""
 
     def _refuse_overlapping(self) -> None:
-        if self.mode == "overlap" and self.is_on_host:
-            refuse_overlapping(self.optimizer, lambda _: True, self.parameter_names)
+        if self.reads_beside:
+            frozen = [p for p in parameters_of(self.optimizer) if not is_stepped(p)]
+            refuse_overlapping(self.optimizer, lambda _: True, self.parameter_names, frozen)
         else:
             super()._refuse_overlapping()
 
@@ -129,6 +139,10 @@ class AsyncStepper(ReplicaStepper):
                 tensors = (*Module.parameters(model), *Module.buffers(model))
                 others = [t for t in tensors if id(t) not in mine]
                 refuse_overlapping(self.optimizer, lambda _: True, self.parameter_names, others)
+                root = unwrap(model)
+                if root not in self._evaluations:
+                    hook = BeforeEvaluation(self)
+                    self._evaluations[root] = root.register_forward_pre_hook(hook, prepend=True)
             if self.mode == "overlap" and (why := unseen_read(model)) is not None:
                 self._step_inside(why)
             self.synchronize()
@@ -141,7 +155,7 @@ class AsyncStepper(ReplicaStepper):
         if self.mode == "overlap":
             self.mode = "sync"
             name = type(self.optimizer).__name__
-            logger.info("step_mode='overlap': %s steps as in 'sync' from now on: %s.", name, why)
+            logger.warning("step_mode='overlap': %s steps as in 'sync' from now on: %s.", name, why)
 
     def refresh(self) -> None:
         if self._lost is not None:
@@ -375,6 +389,9 @@ class AsyncStepper(ReplicaStepper):
             if (step := self._inflight) is not None:
                 self._leave(step)
             self._unguard(set(self._guards))
+            for handle in self._evaluations.values():
+                handle.remove()
+            self._evaluations.clear()
             super().close(is_replaced)
 
 

@@ -19,7 +19,7 @@ from ..devices import warn_where_idle
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
 from ..optimizer_step import Boundary, boundary_of, master_rule, own_parameters
-from ..scaling import GradScaler, parameters_of, whole
+from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from .async_stepper import AsyncStepper
 from .worker import Worker
 
@@ -94,13 +94,16 @@ class AsyncOptimizer(Optimizer):
         self._worker = Worker()
         device = parameters_of(optimizer)[0].device
         warn_where_idle(config.step_mode, config.offload, device)
+        names = ParameterNames() if scaler is None else scaler.parameter_names
+        if model is not None:
+            names.add_module(model)
         self._stepper = AsyncStepper(
             optimizer,
             master_rule(self._config, device),
             config.step_mode,
             worker=self._worker,
             guards_backward=not scaled,
-            parameter_names=None if scaler is None else scaler.parameter_names,
+            parameter_names=names,
             holder=self,
         )
         self._stepper.on_replaced = weakref.WeakMethod(self._end)

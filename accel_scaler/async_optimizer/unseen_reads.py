@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any, Protocol
+
 import torch
 from torch.nn import Module
 
-from ..models import is_fsdp2
+from ..models import inert, is_fsdp2, is_in_backward
 
 
 def unseen_read(model: Module) -> str | None:
@@ -28,3 +31,27 @@ def _is_compiled(module: Module) -> bool:
     own = module.__dict__.get("forward")
     is_function = hasattr(own, "_torchdynamo_orig_callable")
     return is_wrapper or is_function or getattr(module, "_compiled_call_impl", None) is not None
+
+
+class Synchronizes(Protocol):
+    def synchronize(self) -> None:
+        """Wait until the parameters are the newest."""
+
+
+class BeforeEvaluation:
+    """A hook on a whole model: its evaluation waits for all parameters at once. torch's fast path
+    of Transformer layers is not for pending ones, and a module may have kept a view of one. It
+    refers to the stepper weakly, and does nothing in a copy of the model."""
+
+    def __init__(self, stepper: Synchronizes) -> None:
+        self._stepper = weakref.ref(stepper)
+
+    def __reduce__(self) -> Any:
+        return inert()
+
+    def __call__(self, module: Module, *_: Any) -> None:
+        is_trained = torch.is_grad_enabled() and module.training
+        if is_trained or torch.compiler.is_dynamo_compiling() or is_in_backward():
+            return
+        if (stepper := self._stepper()) is not None:
+            stepper.synchronize()

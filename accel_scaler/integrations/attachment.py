@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..async_optimizer import Worker
+from ..async_optimizer import AsyncStepper, Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
@@ -247,8 +247,14 @@ class Attachment:
 
     def take_over(self, optimizers: Any) -> None:
         """Make these prepared optimizers the owners of their parameters, and close older owners.
-        Raises ``StepError`` if the last step of an older owner failed."""
-        for stepper in map(stepper_of, inner_of(optimizers)):
+        Raises ``UnsupportedError`` for a model whose tensors share memory in overlap, and
+        ``StepError`` if the last step of an older owner failed."""
+        steppers = [stepper_of(inner) for inner in inner_of(optimizers)]
+        for stepper in steppers:
+            if isinstance(stepper, AsyncStepper):
+                for model in self.models:
+                    stepper.watch(model)
+        for stepper in steppers:
             if isinstance(stepper, ReplicaStepper):
                 own_parameters(stepper)
 

@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        refuse_retired(flag.lstrip("-").replace("-", "_"))
+        refuse_retired(flag.lstrip("-").replace("-", "_").removeprefix("no_"))
         known = [name for action in parser._actions for name in action.option_strings]
         help_ = "See --help, and `accelerate launch --help`."
         raise ConfigError(

@@ -13,6 +13,7 @@ from .masters import (
     ParameterPair as ParameterPair,
     goes_to_master as goes_to_master,
     holds_masters as holds_masters,
+    is_stepped as is_stepped,
     master_rule as master_rule,
 )
 from .mistakes import DroppedBatches as DroppedBatches

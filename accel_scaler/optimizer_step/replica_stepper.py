@@ -212,8 +212,12 @@ class ReplicaStepper(Stepper):
             for part in replica.parts:
                 replica.step_part(part, held[part.start : part.end], deferred)
                 done += 1
-        except Exception as error:
-            raise self._failure(error, self.steps, done, "training") from error
+        except BaseException as error:
+            failure = self._failure(error, self.steps, done, "training")
+            if isinstance(error, Exception):
+                raise failure from error
+            logger.error("%s", failure)  # Ctrl-C and exit() go on as they would from torch's step
+            raise
         finally:
             timing.busy, timing.finished = time.perf_counter() - timing.start, True
             # Not those without a gradient: another branch's backward may still need them.
@@ -226,12 +230,14 @@ class ReplicaStepper(Stepper):
         """The error of update ``number`` that failed after ``done`` parts."""
         replica, names = self.replica, self._names
         params, part = replica.params, replica.parts[min(done, len(replica.parts) - 1)]
+        rest = "The gradients of this step are gone; the next step works with new ones."
+        if thread == "training":
+            rest = "Zero the gradients before the next backward."
         return StepError(
             f"step {number} of {type(self.optimizer).__name__} failed on the {thread} thread "
             f"({type(error).__name__}: {error}). Updated: {names(params[: part.start])}. Of "
             f"{names(params[part.start : part.end])} some may have moved, or their optimizer "
-            f"state. As before the step: {names(params[part.end :])}. The gradients of this step "
-            "are gone; the next step works with new ones."
+            f"state. As before the step: {names(params[part.end :])}. {rest}"
         )
 
     def _forbid_sparse(self, grads: Sequence[Tensor | None]) -> None:
@@ -307,6 +313,7 @@ class ReplicaStepper(Stepper):
                 self._hooks.give_state_back()
         finally:
             self._hooks.remove()
+            del self._hooks  # a cycle would keep the masters until it is collected
             self.replica.let_go()
             self._versions = []
 

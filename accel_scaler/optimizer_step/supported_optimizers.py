@@ -144,5 +144,6 @@ def refuse_overlapping(
                 f"{type(optimizer).__name__}: {both} share memory and are not one Parameter: each "
                 "would be updated, or awaited, apart from the other. Use one Parameter for both "
                 "(decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
-                "a transposed one), or step_mode='sync' and float32 parameters without offload."
+                "a transposed one), copy what a buffer views, or use step_mode='sync' and float32 "
+                "parameters without offload."
             )

@@ -13,7 +13,7 @@ from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer
-from accel_scaler.config import StepMode
+from accel_scaler.config import Offload, StepMode
 from accel_scaler.optimizer_step import async_stepper_of
 
 HALF = torch.float16
@@ -91,3 +91,29 @@ def test_close_gives_the_state_back_in_the_parameters_dtype(mode: StepMode) -> N
         assert type(p) is nn.Parameter
         assert not p._post_accumulate_grad_hooks
     train(model, inner, 3, 4)  # torch goes on from there
+
+
+@MODES
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_checkpoint_of_retired_modes_loads_exactly(mode: StepMode, offload: Offload) -> None:
+    """As ``delayed`` and offload wrote it: float32 state, a master where the model is rounded."""
+    for dtype in (HALF, torch.float32):
+        model = network(dtype)
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        state: dict[int, Any] = {}
+        for i, p in enumerate(model.parameters()):
+            master = p.detach().float() * (1.0 if dtype is torch.float32 else 1.0 + 2.0**-13)
+            moments = {"exp_avg": torch.randn(p.shape), "exp_avg_sq": torch.rand(p.shape)}
+            state[i] = {"step": torch.tensor(7.0), **moments}
+            state[i] |= {} if dtype is torch.float32 else {"master": master}
+        saved = {**inner.state_dict(), "state": copy.deepcopy(state)}
+        with AsyncOptimizer(inner, model, step_mode=mode, offload=offload) as optimizer:
+            optimizer.load_state_dict(saved)
+            found = optimizer.state_dict()["state"]
+        assert {i: set(entry) for i, entry in found.items()} == {
+            i: set(e) for i, e in state.items()
+        }
+        for i, entry in state.items():
+            for key, value in entry.items():
+                assert found[i][key].dtype is torch.float32
+                assert torch.equal(found[i][key], value), (i, key)

@@ -236,6 +236,34 @@ def test_an_exit_waits_for_a_hanging_update_no_longer_than_its_limit(tmp_path: P
     assert "the optimizer thread did not finish its step within 0.5 s" in err
 
 
+ENDS_AT_ONCE = """
+import time
+import torch
+from accel_scaler.optimizer_step.replica import Replica
+from fault_run import Run
+
+torch.set_num_threads(1)
+run = Run("overlap").train(3)
+run.optimizer.synchronize()
+step_part, memory = Replica.step_part, run.layers[0].bias.detach()
+before = memory.clone()
+
+def slowly(*args):
+    time.sleep(0.3)
+    step_part(*args)
+    print("moved:", not torch.equal(memory, before), flush=True)
+
+Replica.step_part = slowly
+run.train(4)
+print("end of the script", flush=True)
+"""
+
+
+def test_an_exit_right_after_a_step_finishes_its_update(tmp_path: Path) -> None:
+    code, out, err = run([sys.executable, "-c", ENDS_AT_ONCE], tmp_path)
+    assert (code, out.splitlines()) == (0, ["end of the script", "moved: True"]), err
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     where = Path(sys.argv[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -207,30 +209,6 @@ def test_a_step_without_gradients_or_without_a_window_loses_nothing(mode: StepMo
     assert torch.equal(w, torch.full((4,), 0.5))
 
 
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = one(), one(2.0)
-
-
-def stepped(model: Both, optimizer: Any) -> None:
-    give(model.a)
-    give(model.b)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_an_edit_in_place_while_a_step_runs_comes_after_it(late: None) -> None:
-    model = Both()
-    with AsyncOptimizer(sgd(model.parameters())) as optimizer:
-        stepped(model, optimizer)
-        with torch.no_grad():
-            model.a.mul_(10.0)
-        stepped(model, optimizer)
-        optimizer.synchronize()
-        assert torch.equal(model.a, torch.full((4,), 4.5))
-
-
 def sparse_loss(embedding: nn.Embedding) -> Tensor:
     return embedding(torch.tensor([1, 3, 3])).sum()
 
@@ -304,3 +282,25 @@ def test_a_parameter_that_stands_twice_is_refused(mode: StepMode) -> None:
     p = nn.Parameter(torch.ones(2))
     with pytest.raises(UnsupportedError, match=r"twice, expected each once.*step_mode='sync'"):
         AsyncOptimizer(torch.optim.SGD([p, p], lr=0.1), step_mode=mode)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_an_async_optimizer_is_not_copied(how: Callable[[Any], Any]) -> None:
+    refused = pytest.raises(UnsupportedError, match=r"not copied or pickled.*state_dict\(\)")
+    with AsyncOptimizer(sgd([one()])) as optimizer, refused:
+        how(optimizer)
+
+
+def break_off(optimizer: AsyncOptimizer, w: nn.Parameter) -> None:
+    with optimizer:
+        give(w)
+        optimizer.step()
+        raise ZeroDivisionError
+
+
+def test_an_exception_in_the_loop_finishes_the_step_and_is_not_replaced(late: None) -> None:
+    w = one()
+    with pytest.raises(ZeroDivisionError):
+        break_off(AsyncOptimizer(sgd([w])), w)
+    assert type(w) is nn.Parameter
+    assert torch.equal(w, torch.full((4,), 0.5))

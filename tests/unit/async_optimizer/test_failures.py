@@ -288,32 +288,3 @@ def test_a_hand_over_that_fails_is_told_and_the_next_one_works(
         optimizer.step()
         optimizer.synchronize()
         assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    gate, step = threading.Event(), Replica.step_part
-
-    def gated(self: Replica, *args: Any) -> None:
-        assert gate.wait(LIMIT_S)
-        step(self, *args)
-
-    monkeypatch.setattr(Replica, "step_part", gated)
-    yield gate
-    gate.set()
-
-
-def test_a_step_that_never_ends_is_given_up_with_a_reason(
-    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = Four()
-    optimizer = AsyncOptimizer(sgd(model), model)
-    gradients(model)
-    optimizer.step()
-    wait = Task.wait
-    monkeypatch.setattr(Task, "wait", lambda task, parts=None: wait(task, parts, 0.05))
-    with pytest.raises(StepError, match="stuck"):
-        model()
-    gate.set()
-    monkeypatch.setattr(Task, "wait", wait)
-    optimizer.close()

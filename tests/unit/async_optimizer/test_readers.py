@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from async_support import assert_same, one_part_each
+from references import OPTIMIZERS, loss_of, network
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, StepError
@@ -27,37 +28,10 @@ LIMIT_S = 60.0
 STEPS = 40
 
 
-class Net(nn.Module):
-    """A tied weight, a parameter of its own, and one that is used in every other step only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.c.weight = self.a.weight
-        self.gain, self.seldom = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-        self.odd = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * self.gain)))
-        return x * self.seldom if self.odd else x
-
-
-def network() -> Net:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Net()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: Net, optimizer: Any, steps: int = STEPS) -> list[float]:
+def train(model: nn.Module, optimizer: Any) -> list[float]:
     losses = []
-    for step in range(steps):
-        model.odd = bool(step % 2)
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().sum()
+    for step in range(STEPS):
+        loss = loss_of(model, step)
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
@@ -68,35 +42,29 @@ def train(model: Net, optimizer: Any, steps: int = STEPS) -> list[float]:
 Result = tuple[list[float], list[Tensor], list[Any]]
 
 
+def result(losses: list[float], model: nn.Module, optimizer: torch.optim.Optimizer) -> Result:
+    params = list(model.parameters())
+    return losses, [p.detach() for p in params], [optimizer.state[p] for p in params]
+
+
 def plain() -> Result:
     model = network()
-    optimizer = adam(model)
-    losses = train(model, optimizer)
-    return losses, [p.detach() for p in model.parameters()], state_of(model, optimizer)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    return result(train(model, optimizer), model, optimizer)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [optimizer.state[p] for p in model.parameters()]
-
-
-def evaluates(model: Net, optimizer: AsyncOptimizer) -> None:
+def evaluates(model: nn.Module, _: Any) -> None:
     with torch.no_grad():
-        model(torch.ones(1, 4))
+        model(torch.ones(1, 8))
 
 
-def unseen(p: Tensor) -> Tensor:
-    """Read without ``__torch_function__``."""
-    return torch.Tensor(p)
-
-
-READERS: dict[str, Callable[[Net, Any], Any]] = {
+READERS: dict[str, Callable[[Any, Any], Any]] = {
     "state_dict": lambda model, _: {k: v.clone() for k, v in model.state_dict().items()},
     "an evaluation": evaluates,
-    "a norm": lambda model, _: torch.stack([p.detach().norm() for p in model.parameters()]).sum(),
-    "one parameter": lambda model, _: model.b.weight.detach().sum().item(),
+    "one parameter": lambda model, _: model[0].weight.detach().sum().item(),
     "synchronize": lambda _, optimizer: optimizer.synchronize(),
     "the optimizer's state_dict": lambda _, optimizer: optimizer.state_dict(),
-    "unseen": lambda model, _: unseen(model.gain),
+    "without __torch_function__": lambda model, _: torch.Tensor(model[2].bias),
 }
 
 
@@ -147,9 +115,9 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def train_beside(reads: list[Callable[[Net, Any], Any]]) -> Result:
+def train_beside(reads: list[Callable[[Any, Any], Any]]) -> Result:
     model = network()
-    inner = adam(model)
+    inner = OPTIMIZERS["adamw"](model.parameters())
     with one_part_each(), switching_often(), AsyncOptimizer(inner, model) as optimizer:
         train_first = [lambda read=read: read(model, optimizer) for read in reads]
         with Readers(train_first) as readers:
@@ -158,7 +126,7 @@ def train_beside(reads: list[Callable[[Net, Any], Any]]) -> Result:
         assert all(readers.counts)
         optimizer.synchronize()
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
-    return losses, [p.detach() for p in model.parameters()], state_of(model, inner)
+    return result(losses, model, inner)
 
 
 def test_all_readers_at_once_change_no_bit() -> None:
@@ -211,7 +179,7 @@ def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too(
     model = network()
     with AsyncOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model) as optimizer:
         monkeypatch.setattr(Replica, "step_part", fail)
-        model(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
         with Readers([lambda: model.state_dict()] * 2) as readers:
             for thread in readers.threads:
@@ -220,7 +188,7 @@ def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too(
         with pytest.raises(StepError, match=r"on the optimizer thread .* As before"):
             optimizer.step()
         monkeypatch.undo()
-        model(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
         optimizer.synchronize()
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from accel_scaler import OrderError, StepError
+from accel_scaler import StepError
 from accel_scaler.async_optimizer import worker as worker_module
 from accel_scaler.async_optimizer.worker import Task, Worker, default_threads
 
@@ -157,17 +157,6 @@ def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_one(
     with pytest.raises(StepError, match="thread is gone"):
         lost.wait(limit_s=LIMIT_S)
     assert ran == ["new"]
-
-
-def test_a_task_that_waits_for_itself_is_told_so(worker: Worker) -> None:
-    def run(task: Task) -> None:
-        task.wait(limit_s=LIMIT_S)
-
-    task = Task(run, 1)
-    worker.submit(task)
-    assert not task.wait(limit_s=LIMIT_S)
-    assert isinstance(task.error, OrderError)
-    assert "waits for itself" in str(task.error)
 
 
 def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) -> None:

@@ -176,21 +176,6 @@ def test_its_own_state_loads_in_another_order() -> None:
             assert same(inner.state[p]["exp_avg"], before[old])
 
 
-def test_state_that_is_replaced_is_taken_over_and_what_is_removed_begins_anew(trained: Any) -> None:
-    params, inner, step = trained
-    p, other = params[3], params[8]
-    before = inner.state[p]["exp_avg"]
-    kept = before.clone()
-    inner.state[p]["exp_avg"] = torch.full_like(before, 0.25)
-    del inner.state[other]
-    step(2)
-    assert same(before, kept)
-    grad = p.grad.float()
-    torch.testing.assert_close(inner.state[p]["exp_avg"], 0.25 + (grad - 0.25) * (1.0 - 0.9))
-    assert float(inner.state[other]["step"]) == 1.0
-    torch.testing.assert_close(inner.state[other]["exp_avg"], other.grad.float() * (1.0 - 0.9))
-
-
 def test_state_unlike_a_fused_kernel_s_is_stepped_by_the_optimizer_itself(trained: Any) -> None:
     params, inner, step = trained
     inner.state[params[3]]["exp_avg"] = None
@@ -262,11 +247,6 @@ def take_out(optimizer: Any, params: Any) -> None:
         optimizer.state[p].clear()
 
 
-def empty(optimizer: Any, params: Any) -> None:
-    for p in params:
-        optimizer.state[p].clear()
-
-
 def put_back(optimizer: Any, params: Any) -> None:
     optimizer.state.update(optimizer.taken)
 
@@ -278,31 +258,16 @@ def take_one_out(optimizer: Any, params: Any) -> None:
     }
 
 
-def exchange(optimizer: Any, params: Any) -> None:
-    """Two parameters of one shape swap their state."""
-    a, b = optimizer.state[params[2]], optimizer.state[params[-1]]
-    optimizer.state[params[2]], optimizer.state[params[-1]] = b, a
-
-
 def assign_data(optimizer: Any, params: Any) -> None:
     for entry in optimizer.state.values():
         for value in entry.values():
             value.data = value.data * 0.5
 
 
-def without_momentum(optimizer: Any, params: Any) -> None:
-    optimizer.param_groups[0]["momentum"] = 0.0
-
-
-def with_momentum(optimizer: Any, params: Any) -> None:
-    optimizer.param_groups[0]["momentum"] = 0.9
-
-
 EDITS: dict[str, dict[int, Callable[[Any, Any], None]]] = {
     "taken out": {2: take_out, 4: put_back},
     "one taken out": {2: take_one_out, 4: put_back},
     "data": {2: assign_data},
-    "emptied after the first step": {1: empty},
 }
 
 
@@ -314,16 +279,3 @@ def test_state_that_was_replaced_stays_as_it_was(name: str, kind: str, mode: str
     got = edited(FUSED[kind], EDITS[name], step_mode=mode)
     assert len(got) == len(expected)
     assert all(map(same, got, expected))
-
-
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
-def test_parameters_may_swap_their_state(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.SHAPES", ((5,), (3, 7), (129,), (16, 40), (129,)))
-    expected = edited(FUSED[kind], {3: exchange})
-    assert all(map(same, edited(FUSED[kind], {3: exchange}, step_mode="overlap"), expected))
-
-
-def test_momentum_switched_off_for_some_steps_is_kept() -> None:
-    edits = {2: without_momentum, 4: with_momentum}
-    expected = edited(FUSED["momentum"], edits)
-    assert all(map(same, edited(FUSED["momentum"], edits, step_mode="overlap"), expected))

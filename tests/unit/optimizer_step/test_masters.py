@@ -1,7 +1,9 @@
-"""Which parameters train through float32 masters, and how their gradients are clipped."""
+"""Which parameters train through float32 masters, and what becomes of masters and state."""
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from accel_scaler import (
     detach,
 )
 from accel_scaler.config import StepMode
-from accel_scaler.optimizer_step import replica as replica_module
+from accel_scaler.optimizer_step import async_stepper_of
 from accel_scaler.optimizer_step.masters import master_rule
 
 pytestmark = pytest.mark.usefixtures("one_thread", "one_part_each")
@@ -39,37 +41,6 @@ def test_our_scaler_on_a_plain_optimizer_names_the_remedy() -> None:
     scaler.scale(loss_of(model, 0)).backward()
     with pytest.raises(UnsupportedError, match="AsyncOptimizer"):
         scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_clipping_some_parameters_leaves_the_others(
-    fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some of an optimizer's: they are clipped in float16, still scaled: one rounding of it."""
-    monkeypatch.setattr(replica_module, "SMALLEST_PART", 1 << 19)  # one part: one block, if fused
-    model, plain = half(), half()
-    chosen = [0, 3]
-    scaler = GradScaler("cpu", init_scale=INIT_SCALE)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
-    with AsyncOptimizer(inner, model, scaler=scaler, step_mode="sync") as optimizer:
-        before = [p.detach().float().clone() for p in model.parameters()]
-        scaler.scale(loss_of(model, 0)).backward()
-        params = list(model.parameters())
-        norm = optimizer.clip_grad_norm_(0.01, parameters=[params[i] for i in chosen])
-        optimizer.step()
-        state = optimizer.state_dict()["state"]
-    after = [state[i]["master"] for i in range(len(before))]
-    (loss_of(plain, 0) * INIT_SCALE).backward()
-    grads = [p.grad.float() / INIT_SCALE for p in plain.parameters() if p.grad is not None]
-    total = torch.nn.utils.get_total_norm([grads[i] for i in chosen])
-    assert float(norm) == pytest.approx(float(total), rel=1e-6)
-    assert float(total) > 0.01
-    for i, (new, grad) in enumerate(zip(after, grads, strict=True)):
-        if i in chosen:
-            wanted = grad * (0.01 / (total + 1e-6))
-            torch.testing.assert_close(before[i] - new, wanted, rtol=2.0**-10, atol=2e-7)
-        else:
-            assert torch.equal(new, before[i] - grad)
 
 
 def test_unscaling_float16_gradients_in_place_is_refused_with_the_remedy() -> None:
@@ -153,3 +124,58 @@ def test_a_checkpoint_goes_between_masters_and_in_place(mode: StepMode) -> None:
         assert float(entry["step"]) == 9.0
         assert entry["exp_avg"].dtype is entry["master"].dtype is FULL
         assert torch.equal(entry["master"].to(BRAIN), p.detach())
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_close_gives_the_state_back_in_the_parameters_dtype(mode: StepMode) -> None:
+    """And frees the masters, though the optimizer that is closed is kept."""
+    model = network(HALF)
+    inner = OPTIMIZERS["adamw"](model.parameters())
+    optimizer = AsyncOptimizer(inner, model, step_mode=mode)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = copy.deepcopy(optimizer.state_dict())
+    stepper: Any = async_stepper_of(inner)
+    masters = [weakref.ref(pair.stepped) for pair in stepper.replica.pairs]
+    optimizer.close()
+    assert [ref() for ref in masters] == [None] * len(masters) != []
+    for i, p in enumerate(model.parameters()):
+        entry = inner.state[p]
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq"}
+        assert entry["step"].dtype is torch.float32
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert entry[key].dtype is HALF
+            assert entry[key].device == p.device
+            assert torch.equal(entry[key], saved["state"][i][key].to(HALF))
+        assert type(p) is nn.Parameter
+        assert not p._post_accumulate_grad_hooks
+    loss_of(model, 3).backward()
+    inner.step()  # torch goes on from there
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_checkpoint_of_retired_modes_loads_exactly(mode: StepMode, offload: Offload) -> None:
+    """As ``delayed`` and offload wrote it: float32 state, a master where the model is rounded."""
+    for dtype in (HALF, torch.float32):
+        model = network(dtype)
+        inner = OPTIMIZERS["adamw"](model.parameters())
+        state: dict[int, Any] = {}
+        for i, p in enumerate(model.parameters()):
+            master = p.detach().float() * (1.0 if dtype is torch.float32 else 1.0 + 2.0**-13)
+            moments = {"exp_avg": torch.randn(p.shape), "exp_avg_sq": torch.rand(p.shape)}
+            state[i] = {"step": torch.tensor(7.0), **moments}
+            state[i] |= {} if dtype is torch.float32 else {"master": master}
+        saved = {**inner.state_dict(), "state": copy.deepcopy(state)}
+        with AsyncOptimizer(inner, model, step_mode=mode, offload=offload) as optimizer:
+            optimizer.load_state_dict(saved)
+            found = optimizer.state_dict()["state"]
+        assert {i: set(entry) for i, entry in found.items()} == {
+            i: set(e) for i, e in state.items()
+        }
+        for i, entry in state.items():
+            for key, value in entry.items():
+                assert found[i][key].dtype is torch.float32
+                assert torch.equal(found[i][key], value), (i, key)

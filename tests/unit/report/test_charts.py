@@ -143,11 +143,6 @@ def test_numbers_of_gradients_have_their_limits(tmp_path: Path) -> None:
     assert headroom.marks == []
 
 
-def test_the_axis_goes_on_from_session_to_session(tmp_path: Path) -> None:
-    data = json.loads(page_data(read(tmp_path, windows(3) * 4), []))
-    assert (data["sessions"], data["x"]) == ([0, 3, 6, 9], [*range(12)])
-
-
 def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path) -> None:
     lines = windows(
         40,

@@ -51,8 +51,6 @@ class Gate:
         self.changed = threading.Condition()
         self.order: list[Task] = []
         self.wanted: dict[int, int] = {}
-        self.threads: set[int] = set()
-        """Idents of the threads that ran a task."""
 
     def want(self, task: Task, parts: int) -> None:
         if task.finished:
@@ -86,7 +84,6 @@ def lazy() -> Iterator[Gate]:
         return wait(self, parts, limit_s)
 
     def executing(self: Task) -> None:
-        gate.threads.add(threading.get_ident())
         gate.pass_through(self)
         execute(self)
         with gate.changed:

@@ -1,7 +1,6 @@
 """A script of a new user: a small T5 in which one feed-forward overflows float16 at any scale."""
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -53,8 +52,7 @@ def main() -> None:
         skips += optimizer.step_was_skipped
     if accelerator.is_main_process:
         print("FACTS " + json.dumps({"losses": losses, "skips": skips}), flush=True)
-    if "--end" in sys.argv:
-        accelerator.end_training()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from launching import run
 from places import ROOT
 from telemetry_files import end, start, window, write
 
@@ -16,14 +15,6 @@ from accel_scaler import ConfigError, __version__, cli
 from accel_scaler import __main__ as main_module
 
 HEAVY = "[m for m in ('torch', 'accelerate', 'transformers') if m in sys.modules]"
-
-
-def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=folder,
-        env=environment, check=False,
-    )  # fmt: skip
 
 
 @pytest.mark.process
@@ -41,16 +32,16 @@ def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Pat
         f"sys.argv[1:] = {argv!r}\n"
         "runpy.run_module('accel_scaler', run_name='__main__', alter_sys=True)\n"
     )
-    done = run_python(code, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "[]\n")
-    lines = done.stdout.splitlines()
+    status, out, err = run([sys.executable, "-c", code], tmp_path, COLUMNS="80")
+    assert (status, err) == (0, "[]\n")
+    lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     if argv == ["--version"]:
         assert lines == [f"accel-scaler {__version__}"]
     elif argv[:1] == ["launch"]:
-        assert done.stdout.startswith("usage: accel-scaler launch [flags] script.py")
+        assert out.startswith("usage: accel-scaler launch [flags] script.py")
     elif argv[:1] == ["test"]:
-        assert "--num_processes N" in done.stdout
+        assert "--num_processes N" in out
     elif argv[:1] == ["report"]:
         assert (tmp_path / "page.html").is_file()
     else:

@@ -58,7 +58,7 @@ EVIL = [
     "]]>--><img src=x onerror=1>",
     "\x1b[2J\x1b]0;owned\x07\x9b31m",
     "\u202etxt.exe\u2066\u200b\x00\r\x08",
-    "$\\frac{a}{b}$ %s {0} \ud800",
+    "$\\frac{a}{b}$ %s {0} \u2028 \ud800",
     "url(http://x.invalid/) @import",
 ]
 MEAN = re.compile(

@@ -87,14 +87,6 @@ def test_mypy_knows_the_settings_as_keywords_and_that_attach_returns_its_target(
     assert all(WRONG[int(line)] in text for line, text in said.items())
 
 
-def test_torch_is_pinned_in_one_version() -> None:
-    constraints = (ROOT / "constraints.txt").read_text()
-    assert len(re.findall(r"^torch==\S+$", constraints, re.MULTILINE)) == 1
-    makefile = (ROOT / "Makefile").read_text()
-    assert "grep '^torch==' $(CONSTRAINTS)" in makefile
-    assert "torch==" not in makefile.replace("grep '^torch=='", "")
-
-
 def test_the_oldest_set_is_the_one_that_the_package_allows() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [*project["dependencies"], *project["optional-dependencies"]["trainer"]]

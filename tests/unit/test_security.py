@@ -14,9 +14,10 @@ import torch
 from accelerate import Accelerator
 from async_support import assert_same
 from places import ROOT
+from support import mlp
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_scaler import GradScaler, ScalerConfig, attach, detach
+from accel_scaler import GradScaler, attach, detach
 
 SOURCES = [
     path
@@ -31,11 +32,6 @@ RUNS_WHAT_IT_READS = re.compile(
     re.MULTILINE,
 )
 
-MODES = [
-    {"step_mode": "sync"},
-    {"step_mode": "overlap"},
-]
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -47,11 +43,6 @@ def test_no_source_runs_what_a_file_or_a_text_says() -> None:
 
 
 # Checkpoints.
-
-
-def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)).to(dtype)
 
 
 def loads_safely(state: Any, path: Path) -> Any:
@@ -70,9 +61,9 @@ def loads_safely(state: Any, path: Path) -> Any:
 
 def test_a_scalers_state_is_plain_numbers(tmp_path: Path) -> None:
     scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2, max_consecutive_skips=9, min_scale=1.0)
-    model = model_of()
+    model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler.scale(model(torch.full((2, 4), float("inf"))).sum()).backward()
+    scaler.scale(model(torch.full((2, 8), float("inf"))).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
     state = loads_safely(scaler.state_dict(), tmp_path / "scaler.pt")
@@ -81,43 +72,22 @@ def test_a_scalers_state_is_plain_numbers(tmp_path: Path) -> None:
     assert fresh.state_dict() == scaler.state_dict()
 
 
-class Run:
-    """An attached loop of a few windows, with everything that ``save_state`` writes."""
-
-    def __init__(self, mode: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
-        config = ScalerConfig(init_scale=4.0, **mode)
-        self.accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
-        model = model_of(dtype)
-        inner = torch.optim.AdamW(model.parameters(), 0.1)
-        self.model, self.optimizer, self.schedule = self.accelerator.prepare(
-            model, inner, LambdaLR(inner, lambda step: 1.0)
-        )
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        detach(self.accelerator)
-
-    def train(self, windows: int = 2) -> None:
-        for _ in range(windows):
-            self.accelerator.backward(self.model(torch.ones(2, 4)).float().sum())
-            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_saved_state_loads_without_pickled_code(mode: dict[str, str], tmp_path: Path) -> None:
-    with Run(mode, torch.float16) as run:
-        run.train()
-        run.accelerator.save_state(str(tmp_path), safe_serialization=False)
-        names = {path.name for path in tmp_path.iterdir()}
-        assert names >= {"pytorch_model.bin", "optimizer.bin", "scheduler.bin", "scaler.pt"}
-        assert not [name for name in names if name.startswith("custom_checkpoint")]
-        assert run.accelerator._custom_objects == [], "Accelerate unpickles these as they are"
-        for name in ("pytorch_model.bin", "optimizer.bin", "scheduler.bin", "scaler.pt"):
-            loads_safely(torch.load(tmp_path / name, weights_only=True), tmp_path / "again.pt")
-        run.accelerator.load_state(str(tmp_path))
-        run.train(1)
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_saved_state_loads_without_pickled_code(mode: Any, tmp_path: Path) -> None:
+    accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), step_mode=mode)
+    model: Any = mlp().half()
+    inner = torch.optim.AdamW(model.parameters(), 0.1)
+    schedule = LambdaLR(inner, lambda step: 1.0)
+    model, optimizer, _ = accelerator.prepare(model, inner, schedule)
+    accelerator.backward(model(torch.ones(2, 8).half()).float().sum())
+    optimizer.step()
+    accelerator.save_state(str(tmp_path), safe_serialization=False)
+    saved = {"pytorch_model.bin", "optimizer.bin", "scheduler.bin", "scaler.pt"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= saved
+    assert not [name for name in names if name.startswith("custom_checkpoint")]
+    assert accelerator._custom_objects == [], "Accelerate unpickles these as they are"
+    for name in saved:
+        loads_safely(torch.load(tmp_path / name, weights_only=True), tmp_path / "again.pt")
+    accelerator.load_state(str(tmp_path))
+    detach(accelerator)

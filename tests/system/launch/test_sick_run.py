@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from pathlib import Path
@@ -19,16 +18,14 @@ from sick_script import LR, SICK, WINDOWS, batches, make
 pytestmark = pytest.mark.slow
 
 CPU = ["--cpu", "--mixed_precision", "fp16"]
-SEARCHED = ["--init_scale", "16"]
-"""So low that the search for a scale is over within the run."""
 CURE = [f"{SICK}.wo", f"{SICK}.act"]
 
 
-def run(folder: Path, *flags: str, ranks: int = 1, end: bool = True) -> tuple[Any, list[str]]:
+def run(folder: Path, *flags: str, ranks: int = 1) -> tuple[Any, list[str]]:
     """The facts of the first rank, and its lines on standard error."""
     several = ["--multi_gpu", "--num_processes", "2", "--main_process_port", str(free_port())]
     where = CPU if ranks == 1 else [*several, "--mixed_precision", "fp16"]
-    script = [str(HELPERS / "sick_script.py"), *["--end"] * end]
+    script = [str(HELPERS / "sick_script.py")]
     extra = {} if ranks == 1 else {"ACCELERATE_USE_CPU": "true"}
     code, out, err = launching.run([*OURS, *where, *flags, *script], folder, **extra)
     assert code == 0, err
@@ -96,26 +93,6 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     assert facts["losses"][:8] == pytest.approx(expected[:8], rel=1e-3)
     assert facts["losses"] == pytest.approx(expected, rel=1e-2)
     assert expected[-1] < expected[0] / 3
-
-
-def test_following_the_module_by_name_leads_on_and_never_back(tmp_path: Path) -> None:
-    """The cure of one module is in the line that names the next one; also read from the
-    file, and where the script does not say that its training ends."""
-    flags: list[str] = []
-    for cured in range(2):
-        file = f"{cured}.jsonl"
-        facts, lines = run(tmp_path, *flags, *SEARCHED, "--telemetry", file, end=False)
-        assert facts["skips"] == WINDOWS
-        (text,) = verdicts(lines)
-        found = re.search(r"; or, by name, (--fp32_modules \S+)\.$", text)
-        assert found is not None
-        flags = shlex.split(found[1])
-        assert flags[1].split(",") == CURE[: cured + 1]
-        report = [*OURS[:-1], "report", "--text", file]
-        assert text in launching.run(report, tmp_path)[1]
-    facts, lines = run(tmp_path, *flags)
-    assert (facts["skips"], verdicts(lines)) == (0, [])
-    assert all(map(math.isfinite, facts["losses"]))
 
 
 def test_of_two_ranks_the_first_one_says_the_verdict(tmp_path: Path) -> None:

@@ -71,23 +71,3 @@ def test_the_table_has_its_rows(
     assert not module.main()
     printed = capsys.readouterr().out
     assert len(re.findall(row, printed, re.MULTILINE)) == count, printed
-
-
-@pytest.mark.usefixtures("torchs_own_products")
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_sync_trains_as_stock_does_in_the_gpu_benchmark(benchmark: Any, accumulation: int) -> None:
-    import torch
-
-    gpu = benchmark("gpu")
-
-    def trained(name: str) -> torch.Tensor:
-        job = gpu.Job(gpu.Shape(**TINY), "cpu", accumulation)
-        loop = gpu.VARIANTS[name].set_up(job)
-        seeded = torch.Generator().manual_seed(1)
-        for _ in range(2):
-            size = (accumulation, job.shape.batch, job.shape.length)
-            loop.window(list(torch.randint(job.shape.vocab, size, generator=seeded)))
-        loop.finish()
-        return torch.cat([p.detach().flatten().float() for p in loop.model.parameters()])
-
-    assert torch.equal(trained("sync"), trained("stock"))

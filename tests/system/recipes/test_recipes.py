@@ -160,20 +160,14 @@ def test_the_layer_that_was_spoilt_is_found_and_the_run_heals_itself(
     assert f"forward of {SPOILT} (Conv1D)" in fp16["began"]
     assert fp16["skips"] == fp16["steps"] == 4
     assert "max_consecutive_skips=3" in fp16["ended_by"]
-    assert fp16["healed"] == kept["healed"] == []
-    assert healed["healed"] == [SPOILT]
-    assert [each["ended_by"] for each in (healed, kept, fp32)] == [None] * 3
+    assert (healed["healed"], kept["healed"]) == ([SPOILT], [])
     assert healed["steps"] == kept["steps"] == fp32["steps"] == 12
     assert kept["skips"] == healed["skips"] == 0, "the window that heals is made again"
     gain = fp16["loss"] - fp32["loss"]
     assert gain > 0.2
     for each in (healed, kept):
         assert fp16["loss"] - each["loss"] > 0.5 * gain
-
     assert f'fp32_modules=["{SPOILT}"]' in capsys.readouterr().out
-    lines = (tmp_path / "out" / "healed.jsonl").read_text().splitlines()
-    healing = [line["healed"] for line in map(json.loads, lines) if "healed" in line]
-    assert healing == [[SPOILT]]
 
 
 # --- lora_bf16_checkpoint -----------------------------------------------------------------------

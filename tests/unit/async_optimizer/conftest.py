@@ -16,8 +16,3 @@ def late(request: pytest.FixtureRequest) -> Iterator[None]:
     mode = parameters.params.get("mode") if parameters else None
     with nullcontext() if mode == "sync" else async_support.lazy():
         yield
-
-
-@pytest.fixture(autouse=True)
-def references_of_torch(torchs_own_products: None) -> None:
-    """See ``tests/conftest.py``."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from async_support import one_part_each, values
+from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, OrderError, StepError
@@ -53,10 +54,6 @@ def gradients(model: Four, bad: int | None = None) -> list[Tensor]:
     return [w.grad.clone() for w in model.ws if w.grad is not None]
 
 
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
 @pytest.fixture
 def fragile_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD's own step fails at the parameter whose gradient says so."""
@@ -88,7 +85,7 @@ def test_the_error_of_a_failed_step_lists_what_was_updated(fragile_parts: None, 
         optimizer.synchronize()
     optimizer.synchronize()  # told once
     after = [w - LR * g for w, g in zip(before, grads, strict=True)]
-    assert equal(values(model), after[:bad] + before[bad:])
+    assert same(values(model), after[:bad] + before[bad:])
     names = [f"ws.{number}" for number in range(4)]
     said = str(caught.value)
     assert f"Updated: {', '.join(names[:bad]) or 'none'}." in said
@@ -98,31 +95,7 @@ def test_the_error_of_a_failed_step_lists_what_was_updated(fragile_parts: None, 
     now, grads = values(model), gradients(model)
     optimizer.step()
     optimizer.close()
-    assert equal(values(model), [w - LR * g for w, g in zip(now, grads, strict=True)])
-
-
-def test_a_step_is_counted_for_what_it_has_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small gradients of a fused Adam are counted together, before the first part."""
-    model = Four()
-    inner = torch.optim.AdamW(model.parameters(), fused=True)
-    with AsyncOptimizer(inner, model) as optimizer:
-        for _ in range(2):
-            gradients(model)
-            optimizer.step()
-        optimizer.synchronize()
-        step_part = Replica.step_part
-
-        def fails_at_the_third(self: Replica, part: Any, *args: Any) -> None:
-            if part is self.parts[2]:
-                raise ValueError("no")
-            step_part(self, part, *args)
-
-        monkeypatch.setattr(Replica, "step_part", fails_at_the_third)
-        gradients(model)
-        optimizer.step()
-        with pytest.raises(StepError, match="no"):
-            optimizer.synchronize()
-        assert sorted(float(entry["step"]) for entry in inner.state.values()) == [2, 2, 3, 3]
+    assert same(values(model), [w - LR * g for w, g in zip(now, grads, strict=True)])
 
 
 def call_sum(model: Any, optimizer: AsyncOptimizer) -> None:
@@ -173,7 +146,7 @@ def test_whichever_call_comes_next_raises_it_once_with_the_workers_traceback(
         optimizer.synchronize()  # told once
         model.train()()
         optimizer.close()
-        assert equal(values(model), before), name
+        assert same(values(model), before), name
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
@@ -192,11 +165,11 @@ def test_in_sync_an_exit_on_the_training_thread_stays_an_exit(
         gradients(model)
         with pytest.raises(kind):
             optimizer.step()
-    assert equal(values(model), before)
+    assert same(values(model), before)
     grads = gradients(model)
     optimizer.step()
     optimizer.close()
-    assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+    assert same(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
 
 
 def test_a_function_given_to_submit_that_fails_is_told_without_false_claims() -> None:
@@ -213,7 +186,7 @@ def test_a_function_given_to_submit_that_fails_is_told_without_false_claims() ->
             model()
         assert "As before" not in str(caught.value)
         assert type(caught.value.__cause__) is ValueError
-        assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+        assert same(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
         gradients(model)
         optimizer.step()
 
@@ -240,7 +213,7 @@ def test_a_call_of_the_training_thread_in_a_submitted_function_is_refused(name: 
         with pytest.raises(StepError, match=text) as caught:
             optimizer.synchronize()
         assert isinstance(caught.value.__cause__, OrderError)
-        assert equal(values(model), values(Four()))
+        assert same(values(model), values(Four()))
         gradients(model)
         optimizer.step()
 
@@ -268,7 +241,7 @@ def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_me
     before, grads = values(model), gradients(model)
     optimizer.step()
     optimizer.close()
-    assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+    assert same(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
 
 
 def test_a_hand_over_that_fails_is_told_and_the_next_one_works(
@@ -283,8 +256,8 @@ def test_a_hand_over_that_fails_is_told_and_the_next_one_works(
             )
             with pytest.raises(RuntimeError, match="no more"):
                 optimizer.step()
-        assert equal(values(model), values(Four()))
+        assert same(values(model), values(Four()))
         before, grads = values(model), gradients(model)
         optimizer.step()
         optimizer.synchronize()
-        assert equal(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])
+        assert same(values(model), [w - LR * g for w, g in zip(before, grads, strict=True)])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from async_support import Gate, lazy
+from references import loss_of, network
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, attach, detach
@@ -94,23 +95,12 @@ def test_what_reads_no_element_does_not_wait() -> None:
 # The step.
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def loss_of(model: nn.Module, number: int = 0) -> Tensor:
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
 def lent_by(model: nn.Module) -> list[bool]:
     return [type(p.grad) is PendingGradient for p in model.parameters()]
 
 
 def stepped(scaled: bool) -> tuple[Any, AsyncOptimizer, Any]:
-    model = net()
+    model = network()
     scaler = GradScaler("cpu", init_scale=SCALE) if scaled else None
     inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5)
     optimizer = AsyncOptimizer(inner, model, scaler=scaler)
@@ -224,8 +214,8 @@ def test_a_gradient_that_is_kept_keeps_no_optimizer() -> None:
     gc.collect()
     assert gone() is None
     assert type(grad) is PendingGradient
-    reference = net()
-    loss_of(reference).backward()
+    reference = network()
+    loss_of(reference, 0).backward()
     assert torch.equal(grad, reference[0].bias.grad)  # type: ignore[arg-type]
     assert type(grad) is Tensor
 
@@ -246,7 +236,7 @@ def test_a_hook_tells_of_a_backward_only_where_no_scaler_does_and_goes_with_the_
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_a_guarded_parameter_can_be_swapped_as_in_torch(mode: Any) -> None:
-    model = net()
+    model = network()
     twin, future = copy.deepcopy(model), torch.__future__
     plain_sgd = torch.optim.SGD(twin.parameters(), lr=LR, momentum=0.9)
     inner = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)

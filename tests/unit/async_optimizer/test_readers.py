@@ -25,7 +25,7 @@ from accel_scaler.optimizer_step.replica import Replica
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LIMIT_S = 60.0
-STEPS = 40
+STEPS = 10
 
 
 def train(model: nn.Module, optimizer: Any) -> list[float]:
@@ -194,7 +194,7 @@ def test_a_failure_that_a_reader_meets_is_told_to_the_thread_that_trains_too(
 
 
 def test_state_that_a_step_is_adding_to_is_read_before_it_or_after_it() -> None:
-    for _ in range(12):
+    for _ in range(4):
         params = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(40)])
         with (
             switching_often(),

@@ -10,10 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from children import in_child
 
 from accel_scaler import StepError
 from accel_scaler.async_optimizer import worker as worker_module
@@ -40,29 +42,6 @@ def waiting_for(event: threading.Event) -> Callable[[Task], None]:
         assert event.wait(LIMIT_S)
 
     return run
-
-
-def in_child(run: Callable[[], object]) -> int:
-    """Run in a forked copy of this process; its exit status, 77 where it hangs."""
-    pid = os.fork()
-    if pid == 0:
-        status = 99
-        try:
-            run()
-            status = 0
-        except BaseException as error:
-            print(f"in the child: {error!r}", file=sys.__stderr__)
-        finally:
-            os._exit(status)
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return 77
 
 
 def test_tasks_run_in_the_order_of_submission_on_one_thread_of_its_own(worker: Worker) -> None:
@@ -177,7 +156,9 @@ def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) ->
 
 
 @pytest.mark.process
-def test_a_child_forked_beside_a_task_does_not_hang_and_can_train(worker: Worker) -> None:
+def test_a_child_forked_beside_a_task_does_not_hang_and_can_train(
+    worker: Worker, tmp_path: Path
+) -> None:
     gate, done, after = threading.Event(), Task(nothing, 0), Task(nothing, 0)
     worker.submit(done)
     assert done.wait(limit_s=LIMIT_S)
@@ -193,7 +174,7 @@ def test_a_child_forked_beside_a_task_does_not_hang_and_can_train(worker: Worker
         worker.stop(LIMIT_S)
 
     try:
-        assert in_child(child) == 0
+        assert in_child(child, tmp_path / "child") == 0, (tmp_path / "child").read_text()
     finally:
         gate.set()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import same
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as optimizer_module
@@ -43,11 +44,6 @@ def everything(optimizer: Optimizer) -> list[Tensor]:
     return [*(p.detach() for p in params), *state]
 
 
-def assert_equal(ours: Optimizer, torchs: Optimizer) -> None:
-    for a, b in zip(everything(ours), everything(torchs), strict=True):
-        assert torch.equal(a, b)
-
-
 class Watched(InlineStepper):
     """Whether the last step was direct calls, not the optimizer's own step."""
 
@@ -78,7 +74,7 @@ class Twins:
             call_fused(self.torchs, None, None)
             for schedule in self.schedules:
                 schedule.step()
-        assert_equal(self.ours, self.torchs)
+        assert same(everything(self.ours), everything(self.torchs))
 
 
 def adamw(params: list[nn.Parameter]) -> Optimizer:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import assert_same
-from torch import Tensor, nn
+from references import loss_of, network
+from support import same
+from torch import nn
 
 from accel_scaler import AsyncOptimizer, UnsupportedError
 from accel_scaler.optimizer_step import MasterRule, Replica
@@ -18,17 +19,6 @@ from accel_scaler.optimizer_step.stepper import async_stepper_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LR = 0.1
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def loss_of(model: nn.Module, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    loss: Tensor = model(torch.randn(3, 4, generator=generator)).square().mean()
-    return loss
 
 
 class Own(torch.optim.Optimizer):
@@ -78,7 +68,7 @@ def replaced(params: Any) -> Any:
 def test_it_is_refused_and_nothing_is_left(
     make: Any, dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
-    optimizer = make(net().to(dtype).parameters())
+    optimizer = make(network().to(dtype).parameters())
     before = dict(vars(optimizer))
     with pytest.raises(UnsupportedError, match=r"not among the optimizers of torch .*attach"):
         AsyncOptimizer(optimizer, **settings)
@@ -91,7 +81,7 @@ def test_it_is_refused_and_nothing_is_left(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_replaced_on_the_instance_is_refused(when: str) -> None:
-    model = net()
+    model = network()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR)
     weights = [p.detach().clone() for p in model.parameters()]
 
@@ -110,7 +100,7 @@ def test_a_step_replaced_on_the_instance_is_refused(when: str) -> None:
         with pytest.raises(UnsupportedError, match="step was replaced"):
             wrapped.step()
         assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
-    assert_same([p.detach() for p in model.parameters()], weights)
+    assert same([p.detach() for p in model.parameters()], weights)
 
 
 # Hooks.
@@ -123,7 +113,7 @@ def test_step_hooks_are_called_as_torch_calls_them() -> None:
     )
 
     def run(wrap: Callable[[Any, nn.Module], Any]) -> list[Any]:
-        model, called = net(), list[Any]()
+        model, called = network(), list[Any]()
         inner = torch.optim.SGD(model.parameters(), lr=LR)
 
         def note(name: str) -> Callable[..., None]:

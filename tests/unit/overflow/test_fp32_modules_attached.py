@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from async_support import lazy
 from attached import cpu
+from support import same
 from torch import Tensor, nn
 
 from accel_scaler import ConfigError, ScalerConfig, UnsupportedError, attach, detach
@@ -67,18 +68,13 @@ def run(model: nn.Module, settings: ScalerConfig, momentum: float = 0.9) -> list
     return trained(accelerator, *accelerator.prepare(model, optimizer))
 
 
-def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_as_written_by_hand_in_every_step_mode(mode: str, half: bool) -> None:
     values = {"step_mode": mode}
     by_hand = run(made(by_hand=True, half=half), ScalerConfig(init_scale=64.0, **values))
     with lazy():  # a wait that is missing shows
-        assert_equal(run(made(half=half), config(**values)), by_hand)
+        assert same(run(made(half=half), config(**values)), by_hand)
     plain = run(made(half=half), ScalerConfig(init_scale=64.0, **values))
     assert not torch.equal(plain[-1], by_hand[-1]), "float16 would have passed"
 
@@ -90,7 +86,7 @@ def test_attached_after_prepare() -> None:
     attach(accelerator, config())
     assert "wo" in forwards(model)
     by_hand = run(made(by_hand=True), ScalerConfig(init_scale=64.0))
-    assert_equal(trained(accelerator, *prepared), by_hand)
+    assert same(trained(accelerator, *prepared), by_hand)
     assert forwards(model) == []
 
 

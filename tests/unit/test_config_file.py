@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accel_scaler import ConfigError, ScalerConfig
 from accel_scaler.config_file import find_config, read_config, shipped_configs
@@ -92,6 +94,27 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name in ("bytes.yaml", "folder.yaml", "missing.yaml"):
         with pytest.raises(ConfigError, match="cannot be read"):
             ScalerConfig.from_yaml(tmp_path / name)
+
+
+@given(st.text(alphabet="ab:{}[]\n -&*!<>'\"#|%@`,?=~.0123eTn\t\\", max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_read_or_refused_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    text = f"accel_scaler: {{}}\n{text}"
+    path = write(tmp_path_factory.getbasetemp(), text, "noise.yaml")
+    refusal = ""
+    try:
+        _, rest = read_config(path)
+    except ConfigError as error:
+        refusal = str(error)
+    if refusal:
+        assert refusal.startswith(str(path))
+        assert "\n" not in refusal
+        return
+    whole = yaml.safe_load(text)
+    del whole["accel_scaler"]
+    assert repr(yaml.safe_load(rest or "")) == repr(whole)  # repr: a NaN equals itself
 
 
 def test_shipped_files_are_found_by_name_and_a_file_on_disk_wins(

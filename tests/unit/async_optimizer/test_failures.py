@@ -118,6 +118,7 @@ CALLS = {
     "synchronize": lambda model, optimizer: optimizer.synchronize(),
     "close": lambda model, optimizer: optimizer.close(),
     "state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "the inner optimizer's state_dict": lambda model, optimizer: optimizer.optimizer.state_dict(),
     "the model's state_dict": lambda model, optimizer: model.state_dict(),
     "the model's load_state_dict": lambda model, optimizer: model.load_state_dict(
         Four().state_dict()

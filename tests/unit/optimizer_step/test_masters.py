@@ -22,7 +22,7 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.config import StepMode
+from accel_scaler.config import Offload, StepMode
 from accel_scaler.optimizer_step import async_stepper_of
 from accel_scaler.optimizer_step.masters import master_rule
 

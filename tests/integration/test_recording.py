@@ -264,32 +264,6 @@ def test_one_that_comes_late_is_in_memory_with_the_next_window(
     assert recorded(path) == losses
 
 
-def test_two_losses_of_one_window_are_their_sum_and_by_hand_too(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path) as accelerator:
-        first, second = mlp(), mlp()
-        model, optimizer = accelerator.prepare(first, sgd(first.parameters()))
-        other, another = accelerator.prepare(second, sgd(second.parameters()))
-        one, two = loss_of(model, 0), loss_of(other, 1)
-        accelerator.backward(one)
-        accelerator.backward(two)
-        optimizer.step()
-        another.step()
-        optimizer.zero_grad()
-        another.zero_grad()
-        by_hand = [loss_of(model, 2), loss_of(model, 3)]
-        torch.autograd.backward(accelerator.scaler.scale(by_hand))
-        optimizer.step()
-        optimizer.zero_grad()
-        twice = loss_of(model, 4)
-        accelerator.backward(twice, retain_graph=True)
-        accelerator.backward(twice)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = [one + two, by_hand[0] + by_hand[1], 2 * twice]
-    assert recorded(path) == pytest.approx([float(each.detach()) for each in expected], rel=1e-6)
-
-
 # Telemetry reads one more value from the device, once in ``underflow_interval`` windows.
 
 

@@ -144,14 +144,6 @@ def test_float16_weights(mode: str) -> None:
     assert_no_window_is_lost(half=True, accumulation=2, step_mode=mode)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_without_a_clip_and_with_gradients_that_are_zeroed(
-    clip: float | None, to_none: bool
-) -> None:
-    assert_no_window_is_lost(backwards=twice, windows=2, clip=clip, to_none=to_none)
-
-
 class EncoderDecoder(Net):
     """Returns in float32 what the rest of it has used, too, as T5 and BART do."""
 

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from support import mlp, weights
+from accelerate import Accelerator
+from boundary_support import ours
+from support import mlp, stock_fp16_on_cpu, weights
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim import SGD
 
-from accel_scaler import GradScaler
+from accel_scaler import GradScaler, ScalerConfig, attach
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Batch = tuple[Tensor, Tensor]
 Loop = Callable[[Any, nn.Module, torch.optim.Optimizer, list[Batch]], Any]
@@ -44,43 +47,15 @@ def run(scaler: Any, loop: Loop, data: list[Batch]) -> tuple[Tensor, Any]:
     return weights(net), seen
 
 
-def agree(loop: Loop, data: list[Batch], **settings: Any) -> Any:
-    """Run under both scalers; all weights, scales and what the loop saw must be the same."""
-    settings = {"init_scale": 1024.0, "growth_interval": 3, **settings}
-    stock, ours = torch.amp.GradScaler("cpu", **settings), GradScaler("cpu", **settings)
-    expected, theirs = run(stock, loop, data)
-    got, mine = run(ours, loop, data)
-    assert torch.equal(got, expected)
-    assert mine == theirs
-    assert not torch.equal(got, weights(mlp())), "the loop trained"
-    assert torch.isfinite(got).all()
-    state = ours.state_dict()
-    assert {key: state[key] for key in stock.state_dict()} == stock.state_dict()
-    return mine
-
-
-def typical(
-    scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch], *, autocast: bool = False
-) -> list[float]:
+def typical(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[float]:
     scales = []
     for x, y in data:
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
-            out = net(x)
-        assert out.dtype is (torch.float16 if autocast else torch.float32)
-        scaler.scale(mse_loss(out.float(), y)).backward()
+        scaler.scale(mse_loss(net(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
     return scales
-
-
-def test_the_typical_loop_in_real_half_precision() -> None:
-    """Scales that only float16 overflows at: the search comes down, then training starts."""
-    half = partial(typical, autocast=True)
-    scales = agree(half, batches(16), init_scale=2.0**24, growth_interval=4)
-    assert scales[0] == 2.0**23, "the first window overflowed"
-    assert any(later > earlier for earlier, later in pairwise(scales))
 
 
 def test_gradient_penalty() -> None:
@@ -99,10 +74,11 @@ def test_gradient_penalty() -> None:
             scaler.step(optimizer)
             scaler.update()
 
-    agree(penalised, batches(6))
-    with_penalty, _ = run(GradScaler("cpu", init_scale=1024.0), penalised, batches(6))
+    expected, _ = run(torch.amp.GradScaler("cpu", init_scale=1024.0), penalised, batches(6))
+    found, _ = run(GradScaler("cpu", init_scale=1024.0), penalised, batches(6))
     without, _ = run(GradScaler("cpu", init_scale=1024.0), typical, batches(6))
-    assert not torch.equal(with_penalty, without)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, without)
 
 
 def asking(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> list[bool]:
@@ -121,8 +97,8 @@ def asking(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) -> li
     return flags
 
 
-@pytest.mark.parametrize("overflowing", [(), (0, 3, 4)])
-def test_the_loop_that_asks_for_the_overflow(overflowing: tuple[int, ...]) -> None:
+def test_the_loop_that_asks_for_the_overflow() -> None:
+    overflowing = (0, 3, 4)
     data = batches(8, overflowing)
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3, "backoff_factor": 0.25}
     stock, ours = torch.amp.GradScaler("cpu", **settings), GradScaler("cpu", **settings)
@@ -155,9 +131,8 @@ def roundpipe(scaler: Any, net: nn.Module, optimizer: Any, data: list[Batch]) ->
     return scales
 
 
-@pytest.mark.parametrize("overflowing", [(), (0, 2, 3, 4)])
-def test_the_step_on_another_thread(overflowing: tuple[int, ...]) -> None:
-    data = batches(9, overflowing)
+def test_the_step_on_another_thread() -> None:
+    data = batches(9, overflowing=(0, 2, 3, 4))
     settings: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
     expected, scales = run(torch.amp.GradScaler("cpu", **settings), typical, data)
     got, mine = run(GradScaler("cpu", **settings), roundpipe, data)
@@ -171,3 +146,73 @@ def test_a_disabled_scaler_is_no_scaler(loop: Loop) -> None:
     expected, _ = run(torch.amp.GradScaler("cpu", enabled=False), typical, data)
     got, _ = run(GradScaler("cpu", enabled=False), loop, data)
     assert torch.equal(got, expected)
+
+
+def test_scaling_disabled_is_plain_autocast() -> None:
+    """``enabled=False``: no scale, every step is taken, clip clips."""
+    accelerator = ours(ScalerConfig(enabled=False), gradient_accumulation_steps=2)
+    plain, reference = mlp(), mlp()
+    model, optimizer = accelerator.prepare(plain, SGD(plain.parameters(), lr=0.5))
+    torchs = SGD(reference.parameters(), lr=0.5)
+    for number in range(4):
+        x, y = batches(number + 1)[number]
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).square().mean())
+            mine = accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = reference(x)
+        ((out.float() - y).square().mean() / 2).backward()
+        if number % 2:
+            assert mine == nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            torchs.step()
+            torchs.zero_grad()
+    assert torch.equal(weights(plain), weights(reference))
+    assert accelerator.scaler.get_scale() == 1.0
+
+
+class OwnFused(torch.optim.Optimizer):
+    """SGD that unscales and skips by itself, by what torch sets on it for the time of its step."""
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.received: list[tuple[Any, ...]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        found: Tensor = self.found_inf
+        self.received.append((found.item(), found.dtype, found.shape, found.device))
+        scale: Tensor | None = self.grad_scale
+        factor = 1.0 if scale is None else 1.0 / scale.item()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and not found.item():
+                p.add_(p.grad * factor, alpha=-0.1)
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_it_receives_what_torch_sets(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def run(accelerator: Any) -> tuple[list[Any], list[Tensor]]:
+        torch.manual_seed(1)
+        net = mlp()
+        model, prepared = accelerator.prepare(net, OwnFused(net.parameters()))
+        for _ in range(3):
+            accelerator.backward(model(torch.randn(4, 8)).square().mean())
+            prepared.step()
+            prepared.zero_grad()
+        attached = hasattr(prepared, "synchronize")
+        if attached:
+            prepared.synchronize()
+        received = prepared.optimizer.received
+        return received, [p.detach() for p in net.parameters()]
+
+    stock, expected = run(stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16")))
+    accelerator = attach(
+        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(step_mode=mode)
+    )
+    ours, got = run(accelerator)
+    assert ours == stock
+    assert all(map(torch.equal, got, expected))
+    assert ("OwnFused is stepped inside" in caplog.text) == (mode == "overlap")

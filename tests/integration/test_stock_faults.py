@@ -1,27 +1,23 @@
 """Each fault of the stock stack beside the right number.
 
 ``stock()`` is Accelerate's own fp16 machinery with torch's scaler, switched on on a CPU. F8 to F10
-are torch's and stand in test_grad_scaler.py; F1, F6 and what a user reads of them in
-test_my_run_says.py.
+are torch's and stand in test_grad_scaler.py; F1, F6, F7 and what a user reads of them in
+test_my_run_says.py; F12 in tests/unit/async_optimizer/test_worker.py.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import GradScalerKwargs
-from attached import prepared, train
+from attached import cpu
 from boundary_support import models, ours
 from support import LR, Linear, stock
 from torch.optim import SGD
 
-from accel_scaler import OverflowStreakError, ScalerConfig, attach, detach
+from accel_scaler import OverflowStreakError, attach, detach
 
 OVERFLOW = float("inf")
 
@@ -103,41 +99,6 @@ def test_f5_clip_before_the_last_micro_batch(build: Any, moved: float) -> None:
     assert accumulate_two(accelerator, lambda last: not last).moved == moved
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "overlap": {"step_mode": "overlap"},
-}
-
-
-def in_mode(mode: str, **settings: Any) -> Any:
-    return attach(
-        Accelerator(cpu=True, mixed_precision="fp16"), ScalerConfig(**MODES[mode], **settings)
-    )
-
-
-def half_step(accelerator: Any) -> Linear:
-    """Float16 weights, and four steps of which each one is lost next to 1 in float16."""
-    model = Linear().half()
-    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=2.0**-12))
-    for _ in range(4):
-        accelerator.backward(model(1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_f7_float16_parameters(mode: str) -> None:
-    """Stock raises; ours trains them through float32 masters, so small steps add up."""
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        half_step(stock(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]))
-    accelerator = in_mode(mode, init_scale=1024.0)
-    model = half_step(accelerator)
-    detach(accelerator)
-    assert model.w.dtype is torch.float16
-    assert model.w.tolist() == [1.0 - 4 * 2.0**-12] * 4
-
-
 def overflow(accelerator: Any, times: int) -> Linear:
     model = Linear()
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
@@ -153,34 +114,11 @@ def test_f11_a_run_of_skips_ends_with_the_name_of_the_module() -> None:
     accelerator = stock()
     overflow(accelerator, 170)
     assert accelerator.scaler.get_scale() == 0.0
-    accelerator = attach(
-        Accelerator(cpu=True, mixed_precision="fp16"),
-        ScalerConfig(min_scale=128.0, max_consecutive_skips=20),
-    )
+    accelerator = attach(cpu(), min_scale=128.0, max_consecutive_skips=20)
     overflow(accelerator, 20)
     assert accelerator.scaler.get_scale() == 128.0
     with pytest.raises(OverflowStreakError, match=r"21 windows in a row.*: forward of Linear, "):
         overflow(accelerator, 1)
-
-
-def test_f12_one_openmp_thread_does_not_bind_the_optimizer(
-    one_thread: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``accelerate launch`` sets OMP_NUM_THREADS=1; the optimizer thread has its own count."""
-    cores = lambda logical=True: 8 if logical else 4  # noqa: E731 (a machine of four)
-    monkeypatch.setattr(psutil, "cpu_count", cores)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    seen, step = [], SGD.step
-
-    def counting(self: Any, closure: Any = None) -> Any:
-        seen.append(torch.get_num_threads())
-        return step(self, closure)
-
-    monkeypatch.setattr(SGD, "step", counting)
-    accelerator = in_mode("overlap")
-    train(accelerator, *prepared(accelerator), steps=1)
-    detach(accelerator)
-    assert (seen, torch.get_num_threads()) == ([3], 1)
 
 
 class Deferring(torch.amp.GradScaler):
@@ -232,10 +170,10 @@ def test_f13_a_deferring_scaler_in_the_stock_wrapper() -> None:
     assert model.moved == 3.0  # though three steps were made
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_f13_and_f14_ours(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_f13_ours(mode: str) -> None:
     """A scale that lags one step would make it two skips, and two back-offs."""
-    accelerator = in_mode(mode, init_scale=1024.0)
+    accelerator = attach(cpu(), step_mode=mode, init_scale=1024.0)
     rates, skipped, scales, model = rates_and_skips(accelerator)
     detach(accelerator)
     assert skipped == [False, True, False, False]

@@ -169,44 +169,6 @@ def test_what_a_clip_leaves_on_record(tmp_path: Path, mode: dict[str, Any]) -> N
     assert line["clip_coefficient"] == pytest.approx(0.1 / expected["grad_norm"], rel=1e-3)
 
 
-@EACH_MODE
-def test_two_optimizers_in_one_window_are_one_record(tmp_path: Path, mode: dict[str, Any]) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, **mode) as accelerator:
-        models = [mlp(), mlp()]
-        rates = [0.1, 0.2]
-        inner = [sgd(m.parameters(), lr=lr) for m, lr in zip(models, rates, strict=True)]
-        one, two, *optimizers = accelerator.prepare(*models, *inner)
-        named = [
-            (f"Sequential[{n}].{name}", p)
-            for n, model in enumerate(models)
-            for name, p in model.named_parameters()
-        ]
-        beside = Beside(named)
-        for number in range(5):
-            parts = [loss_of(one, number), loss_of(two, 100 + number)]
-            if number in (1, 2):
-                parts[number - 1] = parts[number - 1] * INF
-            accelerator.backward(sum(parts))
-            beside.look(None, rates)
-            for model, optimizer in zip((one, two), optimizers, strict=True):
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-    found = beside.assert_tells(path, but=("norms", "grad_norm"))
-    for line, expected in zip(found, beside.expected, strict=True):
-        if line["skipped"]:
-            assert line["clip_coefficient"] is None
-            continue
-        assert line["norms"] == expected["norms"]
-        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
-        halves = [list(expected["norms"].values())[n : n + 4] for n in (0, 4)]
-        total = max(math.hypot(*half) for half in halves)
-        coefficient = min(1.0, 0.5 / (total + 1e-6))
-        assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-5)
-        assert line["max_norm"] == 0.5
-
-
 # What the update took, and who waited for it.
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,12 +24,10 @@ from trainer_support import (
     gpt2,
     logs,
     make,
-    rates,
     sft_trainer,
     train,
 )
-from transformers import Trainer, TrainingArguments
-from versions import release
+from transformers import Trainer
 
 from accel_scaler import GradScaler, attach, detach
 
@@ -89,29 +86,6 @@ def test_a_run_that_makes_windows_again_equals_one_in_which_nothing_overflows(
     assert torch.equal(weights(ours.model), weights(theirs.model))
 
 
-def test_a_window_that_cannot_be_made_again_is_an_ordinary_skip(tmp_path: Path) -> None:
-    """The Trainer clips, so that the clip meets it: the schedule stays, the window ends."""
-    losses: Counter[int] = Counter()
-
-    class Once(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            losses[self.state.global_step] += 1
-            if losses[self.state.global_step] > self.args.gradient_accumulation_steps:
-                raise RuntimeError("only once")
-            return super().compute_loss(*args, **kwargs)
-
-    def run(on_overflow: str) -> tuple[Any, Recorder]:
-        losses.clear()
-        trainer, recorder = make(tmp_path / on_overflow, OVERFLOWS[:1], Once)
-        train(attach(trainer, init_scale=1024.0, on_overflow=on_overflow))
-        return trainer, recorder
-
-    theirs, ours = run("skip"), run("retry")
-    assert losses[SKIPPED[0]] > 4
-    assert_same(ours, theirs)
-    assert [i for i, skipped in enumerate(ours[1].skipped) if skipped] == SKIPPED[:1]
-
-
 def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:
     """Losses, norms, learning rates, evaluation in the middle, scale and weights."""
     ours, theirs = pair(
@@ -129,29 +103,6 @@ def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "checkpoint-8" / "scaler.pt").is_file()
     history = ours[0].accelerator.scaler_history
     assert [record.skipped for record in history.records] == theirs[1].skipped
-
-
-def test_the_default_fused_optimizer_gets_the_verdicts_of_the_plain_one(tmp_path: Path) -> None:
-    """Stock Accelerate misses a fused skip and moves the schedule on; attached, it does not."""
-    fused = {"optim": "adamw_torch_fused"}
-    if release("torch") >= (2, 8):
-        assert TrainingArguments(output_dir=str(tmp_path)).optim == "adamw_torch_fused"
-    ours, theirs = make(tmp_path / "a", **fused), make(tmp_path / "b")
-    before = weights(theirs[0].model)
-    train(attach(ours[0], CONFIG))
-    train(as_stock(theirs[0]))
-    assert ours[0].optimizer.optimizer.defaults["fused"]
-    assert ours[1].skipped == theirs[1].skipped
-    assert [i for i, skipped in enumerate(ours[1].skipped) if skipped] == SKIPPED
-    assert ours[1].scales == theirs[1].scales
-    assert rates(ours[0]) == rates(theirs[0])
-    # One by one they may differ: where a gradient is all rounding, Adam makes a step of it.
-    apart = weights(ours[0].model) - weights(theirs[0].model)
-    assert apart.norm() < 0.01 * (weights(theirs[0].model) - before).norm()
-    wrong = make(tmp_path / "c", **fused)
-    train(as_stock(wrong[0]))
-    assert not any(wrong[1].skipped), "the stock fault is gone: this test can be simplified"
-    assert rates(wrong[0]) != rates(theirs[0])
 
 
 def test_training_twice_attached_equals_training_twice_stock(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Each run has plain torch, or stock Accelerate, beside it. SGD shows a wrong scal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -432,23 +432,6 @@ def close_all(face: str, scaler: Any, ours: list[Any], clipper: Any) -> None:
             each.close()
 
 
-@modes
-def test_a_value_clip_beside_an_overflow_clips_the_others(mode: str) -> None:
-    """They stepped with unclipped gradients."""
-    accelerator = attached(mode)
-    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    first, second = (accelerator.prepare(SGD([p], lr=0.125)) for p in (one, two))
-    accelerator.backward((one * INF).sum() + (two * 10.0).sum())
-    accelerator.clip_grad_value_([one, two], 1.0)
-    assert one.grad is not None
-    assert one.grad.tolist() == [INF, INF], "as it was: what is added to it is skipped again"
-    for optimizer in (first, second):
-        optimizer.step()
-    second.synchronize()
-    detach(accelerator)
-    assert (one.tolist(), two.tolist()) == ([1.0, 1.0], [0.875, 0.875])
-
-
 @pytest.mark.parametrize("on_overflow", ["skip", "retry"])
 def test_gradients_that_a_script_drops_after_a_clip_are_a_skip_as_in_stock(
     on_overflow: str,
@@ -476,36 +459,6 @@ def test_gradients_that_a_script_drops_after_a_clip_are_a_skip_as_in_stock(
     assert run(accelerator) == theirs
     assert [record.skipped for record in accelerator.scaler_history.records] == [True, False]
     detach(accelerator)
-
-
-@pytest.mark.parametrize("kind", [2.0, INF])
-def test_optimizers_that_are_clipped_together_are_skipped_together(kind: float) -> None:
-    """Their norm is not finite."""
-    scaler, params, _, ours, clipper = several("accelerate", "sync")
-    clipper.backward(params[0].sum() * INF + params[1].sum())
-    assert float(clipper.clip_grad_norm_(params, 1.0, kind)) == INF
-    for each in ours:
-        each.step()
-        assert each.step_was_skipped
-    assert [p.tolist() for p in params] == [[1.0] * 3, [2.0] * 3]
-    clipper.backward(params[1].sum())  # added to what was finite
-    with nullcontext() if kind == 2.0 else pytest.raises(OrderError, match="are unscaled"):
-        ours[1].step()
-    assert params[1].tolist() == [1.75 if kind == 2.0 else 2.0] * 3
-    close_all("accelerate", scaler, ours, clipper)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_spike_beside_an_overflow_is_one_overflow(order: tuple[int, int]) -> None:
-    """Of two optimizers: the scale falls, once."""
-    scaler, params, _, ours, clipper = several("accelerate", "sync", skip_norm_above=5.0)
-    clipper.backward(params[0].sum() * 8.0 + params[1].sum() * INF)
-    for each in order:
-        ours[each].step()
-        assert ours[each].step_was_skipped
-    state = scaler.read_state()
-    assert (state.scale, state.consecutive_skips, state.spikes) == (SCALE / 2, 1, 0)
-    close_all("accelerate", scaler, ours, clipper)
 
 
 @modes
@@ -589,41 +542,3 @@ def test_a_plain_optimizer_that_has_a_parameter_of_ours(
     assert params[0].tolist() == [1.0 if bad else 0.75] * 3
     assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     close_all(face, scaler, ours, clipper)
-
-
-def test_a_shared_parameter_is_clipped_once_beside_one_that_stays_scaled() -> None:
-    accelerator = attached()
-    half, shared = nn.Parameter(torch.ones(2).half()), nn.Parameter(torch.ones(2))
-    for p in (half, shared, shared):
-        accelerator.prepare(SGD([p], lr=0.125))
-    accelerator.backward((half.float() + shared).sum())
-    plain = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    torch.stack(plain).sum().backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain, 0.5)
-    assert torch.equal(accelerator.clip_grad_norm_([half, shared], 0.5), expected)
-    assert torch.equal(shared.grad, plain[1].grad)  # type: ignore[arg-type]
-    accelerator.scaler.abandon_window()
-    detach(accelerator)
-
-
-@pytest.mark.parametrize("which", ["each", "all", "twice", "first", "value", "none"])
-def test_a_clip_of_a_shared_parameter(which: str) -> None:
-    """It was unscaled once for each owner."""
-    accelerator = attached()
-    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
-    inner = [SGD([p, c], lr=0.125, momentum=0.5) for p in (a, b)]
-    ours = [accelerator.prepare(o) for o in inner]
-    accelerator.backward((a + b + c).sum())
-    if which == "value":
-        accelerator.clip_grad_value_([a, b, c], 1e6)
-    sets = {"each": [[a, c], [b, c]], "all": [[a, b, c]], "first": [[a, c]]}
-    sets["twice"] = [[a, c, b, c]]
-    for params in sets.get(which, []):
-        accelerator.clip_grad_norm_(params, 1e6)
-    for each in ours:
-        each.step()
-    for optimizer, p in zip(inner, (a, b), strict=True):
-        assert optimizer.state[p]["momentum_buffer"].tolist() == [1.0, 1.0]
-        assert optimizer.state[c]["momentum_buffer"].tolist() == [1.0, 1.0]
-    assert (a.tolist(), c.tolist()) == ([0.875] * 2, [0.75] * 2)
-    detach(accelerator)

@@ -172,7 +172,3 @@ def logs(trainer: Any) -> list[dict[str, Any]]:
         {key: value for key, value in entry.items() if not any(t in key for t in timed)}
         for entry in trainer.state.log_history
     ]
-
-
-def rates(trainer: Any) -> list[float]:
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]

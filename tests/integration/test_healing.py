@@ -106,22 +106,6 @@ def test_a_healed_run_equals_one_with_the_module_in_float32(mode: str, half: boo
     assert_same(healed, named)
 
 
-class Encoded(Net):
-    """Returns in float32 what the rest of it has used, too, as T5 and BART do."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        encoded = self.before(x).float()
-        out = self.after(self.drop(self.sick(encoded)))
-        return {"loss": (out.float() - 1).square().mean() / 8, "encoded": encoded}
-
-
-def test_a_model_that_returns_what_it_has_used_itself() -> None:
-    healed, records = train(Encoded(), heal=True, growth_interval=99)
-    assert [r.skipped for r in records] == [False] * 8
-    named, _ = train(Encoded(), fp32_modules=["sick"], growth_interval=99)
-    assert_same(healed, named)
-
-
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> None:
     """First the module is put on float32, then the scale is lowered: by the same window, or with
@@ -147,10 +131,9 @@ def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() ->
     assert_same(healed["weights"], named["weights"])
 
 
-@pytest.mark.parametrize("scale", [2.0**24, 2.0**40])
-def test_a_scale_that_is_too_high_heals_nothing(scale: float) -> None:
-    plain, _ = train(Net(nn.Linear), 40, init_scale=scale)
-    healed, records = train(Net(nn.Linear), 40, init_scale=scale, heal=True)
+def test_a_scale_that_is_too_high_heals_nothing() -> None:
+    plain, _ = train(Net(nn.Linear), 12, init_scale=2.0**24)
+    healed, records = train(Net(nn.Linear), 12, init_scale=2.0**24, heal=True)
     assert sum(r.skipped for r in records) >= 3
     assert not any(r.healed for r in records)
     assert_same(healed, plain)
@@ -309,21 +292,6 @@ def test_a_compiled_model(regional: bool) -> None:
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
     named, _ = train(plain(), 8, 0, fp32_modules=["sick"], dynamo_plugin=plugin)
     assert_same(healed["weights"], named["weights"])
-
-
-def test_a_compiled_model_is_retried() -> None:
-    """Uncompiled, with the same numbers for this backend."""
-
-    def run(scale: float, **settings: Any) -> tuple[Any, Any]:
-        net, plugin = Net(nn.Linear), TorchDynamoPlugin(backend="aot_eager")
-        net.drop = nn.Identity()  # compiled, it draws other numbers
-        return train(net, 4, init_scale=scale, growth_interval=99, dynamo_plugin=plugin, **settings)
-
-    high, records = run(2.0**24, on_overflow="retry")
-    assert records[0].retries > 0
-    assert not any(r.skipped for r in records)
-    low, _ = run(records[-1].scale)
-    assert_same(high["weights"], low["weights"])
 
 
 def test_a_model_that_the_loop_compiled_is_not_said_to_be_past_cure(

@@ -133,24 +133,6 @@ def test_a_parameter_comes_back_to_its_group_with_its_master(way: dict[str, Any]
     detach(accelerator)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_model_that_is_loaded_through_data_behind_its_masters_is_stepped(way: Any) -> None:
-    """One element of many: no sample of a search for edits need find it."""
-    accelerator = attach(cpu(), init_scale=8.0, **way)
-    model = Squares(HALF)
-    model, optimizer = accelerator.prepare(model, sgd(groups_of(model)))
-    for step in range(2):
-        accelerator.backward(model(step))
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.load_state_dict(optimizer.state_dict())
-    accelerator.unwrap_model(model).weights[2].data[31, 7] = 5.0
-    accelerator.backward(model(2))
-    optimizer.step()
-    assert optimizer.state_dict()["state"][1]["master"][31, 7] == pytest.approx(5.0, abs=0.1)
-    detach(accelerator)
-
-
 def adamw(model: Squares) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups_of(model), lr=1e-3)
 

@@ -12,7 +12,6 @@ import torch
 from support import mlp, weights
 from telemetry_runs import (
     INF,
-    Beside,
     attached,
     kinds_of,
     lines_of,
@@ -170,41 +169,6 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text
-
-
-# Where nothing is scaled.
-
-
-@pytest.mark.parametrize(
-    ("precision", "settings"),
-    [
-        ("no", {}),
-        ("fp16", {"enabled": False}),
-        ("fp16", {"enabled": False, "step_mode": "overlap"}),
-    ],
-    ids=str,
-)
-def test_norms_without_scaling_are_those_of_the_gradients(
-    tmp_path: Path, precision: str, settings: dict[str, Any]
-) -> None:
-    path = tmp_path / "run.jsonl"
-    with attached(path, precision, **settings) as accelerator:
-        plain = mlp()
-        model, optimizer = prepared(accelerator, plain)
-        beside = Beside(plain.named_parameters(), init_scale=1.0)
-        for number in range(4):
-            accelerator.backward(loss_of(model, number) * (INF if number == 3 else 1.0))
-            beside.look(0.5)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    found = windows_of(path)
-    for line, expected in list(zip(found, beside.expected, strict=True))[:3]:
-        assert (line["scale"], line["next_scale"], line["skipped"]) == (1.0, 1.0, False)
-        assert (line["norms"], line["grad_norm"]) == (expected["norms"], expected["grad_norm"])
-        coefficient = min(1.0, 0.5 / (expected["grad_norm"] + 1e-6))
-        assert line["clip_coefficient"] == pytest.approx(coefficient, rel=1e-6)
-    assert (found[3]["found_inf"], found[3]["skipped"]) == (True, True)
 
 
 # The loss: what a loop computes beside it, micro-batches, skips.

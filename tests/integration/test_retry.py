@@ -277,21 +277,6 @@ def test_the_scale_grows_where_there_is_room(
     assert (f"{again} window" in verdict and "batches lost: 0" in verdict) == bool(again)
 
 
-def test_the_scale_grows_an_interval_after_a_window_that_was_made_again() -> None:
-    """Not an interval after the growth before it."""
-    given: Any = {"on_overflow": "retry", "growth_interval": 3, "growth_headroom": False}
-    with attached(None, init_scale=2.0**13, **given) as accelerator:
-        model = accelerator.prepare(Sized())
-        optimizer = accelerator.prepare(sgd(model.parameters(), lr=2.0**-8, momentum=0.0))
-        for size in (6.0, 12.0, 6.0, 6.0, 3.0):  # 12 * 2**13 is above 65504
-            accelerator.backward(model(size))
-            optimizer.step()
-            optimizer.zero_grad()
-        records = list(accelerator.scaler_history.records)
-    assert [r.retries for r in records] == [0, 1, 0, 0, 0]
-    assert [r.scale for r in records] == [2.0**n for n in (13, 12, 12, 12, 13)]
-
-
 def looked_at(accelerator: Any, model: Any, number: int) -> list[float]:
     """The script takes gradients of its own, and halves what comes to an output."""
     x, y = rows(number)
@@ -470,26 +455,16 @@ CLIPS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "between", "why"),
+    ("kind", "between", "why", "mode", "clip", "big", "accumulation"),
     [
-        (Counting, nothing, "another output"),
-        (Average, nothing, "writes to its parameters"),
-        (Swapped, nothing, "writes to its parameters"),
-        (Once, nothing, "RuntimeError: only once"),
-        (Plain, edited, "changed after the backward"),
-        (Plain, replaced, "changed after the backward"),
-        (Plain, by_hand, "GradScaler.unscale_"),
-        (Plain, parameters_changed, "parameters were changed"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("mode", "clip", "big", "accumulation"),
-    [
-        ("sync", "no clip", (False, True), 4),
-        ("sync", "norm", (True, False), 1),
-        ("sync", "value", (True,), 4),
-        ("sync", "unscale", (True, False), 4),
-        ("overlap", "norm", (True, True), 1),
+        (Counting, nothing, "another output", "sync", "no clip", (False, True), 4),
+        (Average, nothing, "writes to its parameters", "sync", "norm", (True, False), 1),
+        (Swapped, nothing, "writes to its parameters", "overlap", "norm", (True, True), 1),
+        (Once, nothing, "RuntimeError: only once", "sync", "unscale", (True, False), 4),
+        (Plain, edited, "changed after the backward", "sync", "value", (True,), 4),
+        (Plain, replaced, "changed after the backward", "overlap", "norm", (True, True), 1),
+        (Plain, by_hand, "GradScaler.unscale_", "sync", "no clip", (False, True), 4),
+        (Plain, parameters_changed, "parameters were changed", "sync", "norm", (True, False), 1),
     ],
 )
 def test_a_window_that_cannot_be_made_again_is_an_ordinary_skip_told_once(

@@ -512,33 +512,3 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str, bad: bo
     assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [1.0 if bad else 0.875] * 3)
     assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     close_all(face, scaler, ours, clipper)
-
-
-@faces
-@modes
-@pytest.mark.parametrize(("masters", "bound"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("bad", [False, True])
-def test_a_plain_optimizer_that_has_a_parameter_of_ours(
-    face: str, mode: str, masters: bool, bound: bool, bad: bool
-) -> None:
-    """It was unscaled twice. What stays scaled, for a master, it refuses."""
-    scaler, params, _, ours, clipper = several(face, mode, 1)
-    half = nn.Parameter(torch.ones(3, dtype=torch.float16))
-    if masters:
-        ours[0].add_param_group({"params": [half]})
-    # A fused kernel would divide all of them.
-    plain, refused = SGD(params, lr=0.125, fused=not bound), SGD([half], lr=0.125)
-    factor = INF if bad else 1.0
-    scaler.scale((params[0] * factor).sum() + half.float().sum()).backward()
-    if bound:
-        clipper.unscale_gradients() if face == "accelerate" else clipper.clip_grad_norm_(1e6)
-        scaler.bind(lambda: scaler.step(plain), plain)()
-    ours[0].step()
-    if not bound:
-        scaler.step(plain)
-    with pytest.raises(UnsupportedError, match="float16"):
-        scaler.step(refused)
-    ours[0].synchronize()
-    assert params[0].tolist() == [1.0 if bad else 0.75] * 3
-    assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
-    close_all(face, scaler, ours, clipper)

@@ -15,7 +15,6 @@ import json
 import math
 import random
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,12 +113,9 @@ class Player:
         self.file = folder / "run.jsonl" if setup.telemetry else None
         make: Any = Attached if setup.attached else Raw
         self.ours: Any = make(setup, device, self.file and str(self.file))
-        self.stop_reading: Callable[[], None] | None = None
         self.start_over()
 
     def call(self, name: str, arguments: dict[str, Any]) -> None:
-        if self.stop_reading is not None and name not in BESIDE_A_READER:
-            self.stop_reading()
         if self.setup.retry and self.is_open and name not in HARMLESS:
             return
         if not self.is_open:
@@ -447,7 +443,7 @@ class Player:
         """
         skipped = False
         stepping = [n for n in self.numbers if n != sits_out or self.clips or not self.setup.two]
-        may_fail = self.device == "cpu" and self.setup.mode != "sync" and not self.stop_reading
+        may_fail = self.device == "cpu" and self.setup.mode != "sync"
         fails = fails if may_fail else None
         if fails is not None:
             self.synchronized()  # the fault is for this step
@@ -604,39 +600,6 @@ class Player:
             return False
         found = in_thread(lambda: (ours.scaler.get_scale(), ours.growth_tracker, p + 0))
         self.same("what another thread sees", found, (self.plain.scale, self.plain.good, q + 0))
-
-    @operation()
-    def read_beside(self) -> Any:
-        """A thread reads until an operation comes that is not in ``BESIDE_A_READER``."""
-        if not self.attached or self.device != "cpu" or self.stop_reading or self.clips:
-            return False
-        self.synchronized()
-        reading = ThreadPoolExecutor(1)
-        stop = threading.Event()
-        result = reading.submit(self.read_until, stop)
-
-        def stop_reading() -> None:
-            self.stop_reading = None
-            stop.set()
-            reading.shutdown()
-            result.result()
-
-        self.stop_reading = stop_reading
-
-    def read_until(self, stop: threading.Event) -> None:
-        ours, checks = self.ours, self.setup.checks
-        while not stop.wait(0.0005):
-            for p in ours.net.parameters():
-                assert bool(p.detach().isfinite().all()) or not checks
-            assert ours.scaler.get_scale() > 0
-            ours.accelerator.scaler_history.summary()
-            try:
-                ours.net.state_dict()
-                for optimizer in ours.optimizers:
-                    optimizer.synchronize()
-            except RuntimeError as error:  # torch's: a first step puts hooks on what it walks
-                if "mutated during iteration" not in str(error):
-                    raise
 
     @operation()
     def synchronize(self) -> None:
@@ -886,8 +849,6 @@ class Player:
         plain.end_window()
 
     def finish(self) -> None:
-        if self.stop_reading is not None:
-            self.stop_reading()
         self.clips = []
         self.synchronize()
         self.state_dict()
@@ -910,8 +871,6 @@ class Player:
         self.seen["records in a file"] += len(found)
 
     def close(self) -> None:
-        if self.stop_reading is not None:
-            self.stop_reading()
         if self.ours is not None:
             self.ours.close()
 
@@ -945,7 +904,6 @@ def in_float32(entry: dict[str, Any]) -> dict[str, Any]:
 
 CHOICES["change_thread"] = {}
 """What comes after it runs on another thread; the one before has ended."""
-BESIDE_A_READER = {"backward", "off_boundary", "clip_norm", "clip_value", "step", "scheduler_step"}
 BOUNDARIES = ("step",) * 6 + ("by_hand",) * 4
 OTHERS = tuple(name for name in CHOICES if name not in ("backward", "step", "by_hand", "drop"))
 AFTERS = (*OTHERS, "state_dict", "read", "step", "freeze", "freeze")

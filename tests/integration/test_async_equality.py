@@ -215,41 +215,8 @@ def test_gradient_checkpointing(use_reentrant: bool) -> None:
 # Optimizers.
 
 
-class Counting(Optimizer):
-    """Torch knows nothing of it; it counts for itself, in its groups and in an attribute."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "k": 0, "seen": 0.0})
-        self.largest = 0.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                # Depends on all parameters together, so it may not be split.
-                group["seen"] += float(p.grad.abs().sum())
-                self.largest = max(self.largest, group["seen"])
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.lerp_(p.grad, 1.0 / group["k"])
-                p.sub_(average, alpha=group["lr"] / (1.0 + 0.001 * self.largest))
-
-
-class Signed(torch.optim.SGD):
-    """A subclass of a known optimizer with a step of its own."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.sign_()
-        super().step()
-
-
-# AdamW, Adam, SGD and RMSprop: the random histories.
+# AdamW, Adam, SGD and RMSprop: the random histories. Optimizers that torch does not have:
+# test_seed_loops.py.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw_tensor_lr": lambda p, lr: torch.optim.AdamW(p, lr=torch.tensor(lr), foreach=False),
     "sgd_tensor_lr": lambda p, lr: torch.optim.SGD(p, lr=torch.tensor(lr), momentum=0.9),
@@ -259,8 +226,6 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "radam": torch.optim.RAdam,
     "adadelta": torch.optim.Adadelta,
     "rprop": torch.optim.Rprop,
-    "unknown_to_torch": Counting,
-    "subclass_with_own_step": partial(Signed, momentum=0.9),
 }
 
 
@@ -271,7 +236,7 @@ def test_optimizers_with_groups_unlike_the_forward(name: str) -> None:
         for group in groups:
             if "tensor_lr" in name:
                 group.pop("lr", None)
-            if name in ("rprop", "unknown_to_torch"):
+            if name == "rprop":
                 group.pop("weight_decay")
         return OPTIMIZERS[name](groups, lr=0.01)
 

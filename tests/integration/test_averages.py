@@ -116,9 +116,15 @@ def plain(precision: str, lines: str, kind: str, accumulation: int = 1) -> list[
     return outcome(model, average)
 
 
-@pytest.mark.parametrize("mode", ["sync", "overlap"])
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize(("accumulation", "kind"), [(1, "fused adamw"), (2, "sgd")])
+@pytest.mark.parametrize(
+    ("mode", "precision", "accumulation", "kind"),
+    [
+        ("sync", "no", 1, "fused adamw"),
+        ("overlap", "bf16", 2, "sgd"),
+        ("sync", "fp16", 2, "sgd"),
+        ("overlap", "fp16", 1, "fused adamw"),
+    ],
+)
 def test_an_average_right_after_the_step(
     mode: str, precision: str, accumulation: int, kind: str
 ) -> None:
@@ -129,8 +135,10 @@ def test_an_average_right_after_the_step(
             assert same(ours, expected)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize(("accumulation", "kind"), [(1, "fused adamw"), (2, "sgd")])
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "kind"),
+    [("no", 2, "sgd"), ("bf16", 1, "fused adamw"), ("fp16", 2, "sgd")],
+)
 def test_an_average_before_the_next_step_has_the_same_numbers(
     precision: str, accumulation: int, kind: str
 ) -> None:

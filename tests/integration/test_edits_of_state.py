@@ -92,11 +92,6 @@ def group_is_removed(optimizer: Any, kept: dict[str, Any], window: int) -> None:
         optimizer.state.pop(p, None)
 
 
-def group_is_removed_alone(optimizer: Any, kept: dict[str, Any], window: int) -> None:
-    if window == 3:
-        optimizer.param_groups.pop()
-
-
 def note_is_kept(optimizer: Any, kept: dict[str, Any], window: int) -> None:
     """torch saves what is under keys that are no parameters, too."""
     if window == 3:
@@ -205,29 +200,6 @@ def test_state_of_masters_that_is_moved_away_is_freed(precision: str, mode: str,
 
     expected = run(state_is_read)
     assert all(same(run(event), expected) for event in MOVES)
-
-
-def without_state(model: Any) -> torch.optim.Optimizer:
-    groups = [{"params": list(layer.parameters())} for layer in model]
-    return torch.optim.SGD(groups, lr=0.1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_optimizer_without_state_is_saved_after_a_group_was_removed(mode: str) -> None:
-    found, expected = both(mode, without_state, group_is_removed_alone)
-    assert same(found, expected)
-
-
-def decay_apart(model: Any) -> torch.optim.Optimizer:
-    groups = [{"params": [layer.weight for layer in model]}]
-    groups += [{"params": [layer.bias for layer in model], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.01)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_state_is_in_the_order_of_torch(mode: str) -> None:
-    found, expected = both(mode, decay_apart, nothing)
-    assert list(found[1]["state"]) == list(expected[1]["state"])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -166,8 +166,7 @@ def test_a_run_that_asks_for_nothing_is_watched_after_six_overflows_in_a_row(
     assert found.count(None) == len(factors) - 2
 
 
-@EACH_MODE
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("mode", "accumulation"), [("sync", 3), ("overlap", 1)])
 @pytest.mark.parametrize("kind", [Random, Momentum, Writes])
 def test_a_window_that_runs_again_puts_parameters_buffers_and_random_state_back(
     kind: type[Net], mode: str, accumulation: int

@@ -229,6 +229,7 @@ def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path) -> None:
     assert drawn[-1] != drawn[0]
 
 
+<<<<<<< HEAD
 def test_no_rollout_is_lost(tmp_path: Path) -> None:
     """With ``retry`` a run is one in which nothing overflows, metrics included."""
 
@@ -251,3 +252,52 @@ def test_no_rollout_is_lost(tmp_path: Path) -> None:
     assert not any(r.skipped for r in (*records, *plain))
     assert records[1].scale < plain[1].scale
     assert_same(ours, theirs)
+=======
+# --- where nothing can wait -----------------------------------------------------------------------
+
+
+class SendOnAThread(TrainerCallback):
+    """As TRL's asynchronous trainer does after each step."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[Tensor]] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        def send() -> None:
+            self.sent.append([p.detach().clone() for p in kwargs["model"].parameters()])
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        sender.join()
+
+
+class Note(TrainerCallback):
+    """The newest parameters, before each step but the first."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.newest = trainer, list[list[Tensor]]()
+
+    def on_step_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            self.newest.append([m.half() for m in masters(self.trainer)])
+
+
+def test_what_is_sent_where_nothing_can_wait_is_the_newest(tmp_path: Path) -> None:
+    """And the run is the same as without a sender."""
+    found = []
+    for sends in (True, False):
+        trainer, reward = make(tmp_path / str(sends), llama())
+        trainer.optimizer = momentum(trainer.model.parameters())
+        callback, note = SendOnAThread(), Note(trainer)
+        if sends:
+            trainer.weight_transfer = object()  # by which AsyncGRPOTrainer is known
+            trainer.add_callback(callback)
+            trainer.add_callback(note)
+        with attached(trainer, "overlap"):
+            trainer.train()
+            found.append(outcome(trainer, reward))
+        if sends:
+            assert_same(callback.sent[:-1], note.newest)
+            assert len(note.newest) == 7
+    assert_same(found[0], found[1])
+>>>>>>> 77b617a (Let one place own clips on record, readers beside a step and losses)

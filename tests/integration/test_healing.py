@@ -207,21 +207,6 @@ def test_nothing_is_healed_where_nothing_helps_or_it_would_be_too_much(
     assert [where in text for text in said].count(True) == 2, "when it overflowed, and the verdict"
 
 
-def test_where_a_window_cannot_be_run_again_nothing_is_healed() -> None:
-    """The next one is watched, and explained."""
-
-    class InPlace(Net):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            made = super().forward(x.clone())
-            x.zero_()
-            return made
-
-    _, records = train(InPlace(), 4, heal=True)
-    assert [r.skipped for r in records] == [True] * 4
-    assert [r.first is not None for r in records] == [False, True, False, False]
-    assert not any(r.healed for r in records)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_running_statistics_that_were_loaded_before_the_first_window_are_not_lost(
     accumulate: int,

@@ -1,4 +1,4 @@
-"""What telemetry records and logs: skips, names, origins of overflows, norms, the loss."""
+"""What telemetry records and logs: skips, names, and origins of overflows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from telemetry_runs import (
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
 from accel_scaler import GradScaler, OverflowStreakError, ScalerConfig
 from accel_scaler.optimizer_step import Boundary
-from accel_scaler.scaling import Losses
 from accel_scaler.telemetry import make_recorder, writer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,6 +169,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert found[-1]["first"]["text"] in text
 
 
+<<<<<<< HEAD
 # The loss: what a loop computes beside it, micro-batches, skips.
 
 
@@ -229,6 +228,9 @@ def test_one_that_comes_late_is_in_memory_with_the_next_window(
 
 
 # Telemetry reads one more value from the device, once in ``underflow_interval`` windows.
+=======
+# Telemetry reads no value from the device that was not read before.
+>>>>>>> 77b617a (Let one place own clips on record, readers beside a step and losses)
 
 
 class Reads(TorchDispatchMode):

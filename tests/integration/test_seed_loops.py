@@ -154,8 +154,7 @@ def test_scaling_disabled_is_plain_autocast() -> None:
     plain, reference = mlp(), mlp()
     model, optimizer = accelerator.prepare(plain, SGD(plain.parameters(), lr=0.5))
     torchs = SGD(reference.parameters(), lr=0.5)
-    for number in range(4):
-        x, y = batches(number + 1)[number]
+    for number, (x, y) in enumerate(batches(4)):
         with accelerator.accumulate(model):
             accelerator.backward((model(x) - y).square().mean())
             mine = accelerator.clip_grad_norm_(model.parameters(), 0.1)
@@ -193,7 +192,9 @@ class OwnFused(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_it_receives_what_torch_sets(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_optimizer_that_unscales_by_itself_receives_what_torch_sets(
+    mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def run(accelerator: Any) -> tuple[list[Any], list[Tensor]]:
         torch.manual_seed(1)
         net = mlp()
@@ -202,11 +203,9 @@ def test_it_receives_what_torch_sets(mode: Any, caplog: pytest.LogCaptureFixture
             accelerator.backward(model(torch.randn(4, 8)).square().mean())
             prepared.step()
             prepared.zero_grad()
-        attached = hasattr(prepared, "synchronize")
-        if attached:
+        if hasattr(prepared, "synchronize"):
             prepared.synchronize()
-        received = prepared.optimizer.received
-        return received, [p.detach() for p in net.parameters()]
+        return prepared.optimizer.received, [p.detach() for p in net.parameters()]
 
     stock, expected = run(stock_fp16_on_cpu(Accelerator(cpu=True, mixed_precision="fp16")))
     accelerator = attach(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from support import reset, weights
+from support import weights
 from trainer_support import (
     CONFIG,
     OVERFLOWS,
@@ -202,28 +202,3 @@ def test_one_mode_resumes_from_anothers_checkpoint(tmp_path: Path) -> None:
     assert half["skipped"] == whole["skipped"][4:] == [False, True, False, False]
     assert half["scales"] == whole["scales"][4:]
     assert [e for e in half["logs"] if "loss" in e] == [e for e in whole["logs"] if "loss" in e]
-
-
-def test_trls_trainer_in_its_default_precision_bf16_equals_stock(tmp_path: Path) -> None:
-    """Losses, norms, rates and weights."""
-    pytest.importorskip("datasets")
-    pytest.importorskip("trl")
-
-    def trained(mode: str) -> tuple[Any, list[Any]]:
-        reset()
-        made = sft_trainer(
-            gpt2(),
-            **{"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"},
-            **{"max_steps": 5, "gradient_accumulation_steps": 2, "logging_steps": 1},
-            **{"save_strategy": "no", "learning_rate": 1e-2, "max_grad_norm": 0.5},
-        )
-        assert made.accelerator.mixed_precision == "bf16"
-        train(attach(made, step_mode=mode) if mode else made)
-        return weights(made.model), logs(made)
-
-    stock, seen = trained("")
-    assert len([entry for entry in seen if entry.get("grad_norm", 0.0) > 0.5]) == 5
-    for mode in ("sync", "overlap"):
-        found = trained(mode)
-        assert found[1] == seen, mode
-        assert torch.equal(found[0], stock), mode

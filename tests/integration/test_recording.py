@@ -169,68 +169,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
     assert found[-1]["first"]["text"] in text
 
 
-<<<<<<< HEAD
-# The loss: what a loop computes beside it, micro-batches, skips.
-
-
-def recorded(path: Path) -> list[Any]:
-    return [line.get("loss") for line in windows_of(path)]
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_it_is_the_mean_of_what_the_loop_computes(
-    tmp_path: Path, accumulation: int, precision: str
-) -> None:
-    path, means, present = tmp_path / "run.jsonl", [], []
-    with attached(path, precision, accumulation) as accelerator:
-        data = DataLoader(TensorDataset(torch.randn(20, 8), torch.randn(20, 1)), batch_size=4)
-        plain = mlp()
-        model, optimizer, data = accelerator.prepare(plain, sgd(plain.parameters()), data)
-        for _ in range(2):
-            for x, y in data:
-                with accelerator.accumulate(model):
-                    loss = (model(x).float() - y).square().mean()
-                    accelerator.backward(loss)
-                    present.append(loss.item())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    means.append(sum(present) / accumulation)  # the end of the data, too
-                    present.clear()
-    assert len(means) == (10 if accumulation == 1 else 4)
-    assert recorded(path) == pytest.approx(means, rel=1e-6)
-    if precision != "fp16":  # the check takes the norm where no clip has
-        assert all(line["grad_norm"] > 0 for line in windows_of(path))
-    if accumulation == 1:
-        assert recorded(path) == means
-
-
-@EACH_MODE
-def test_one_that_comes_late_is_in_memory_with_the_next_window(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a device, where nobody waits for it before the update."""
-    monkeypatch.setattr(Losses, "is_there", False)
-    path, losses, kept = tmp_path / "run.jsonl", [], []
-    with attached(path, step_mode=mode) as accelerator:
-        plain = mlp()
-        model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
-        for number in range(6):
-            loss = loss_of(model, number)
-            accelerator.backward(loss)
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            kept.append([record.loss for record in accelerator.scaler_history.records])
-    assert kept == [[*losses[:number], None] for number in range(6)]
-    assert recorded(path) == losses
-
-
 # Telemetry reads one more value from the device, once in ``underflow_interval`` windows.
-=======
-# Telemetry reads no value from the device that was not read before.
->>>>>>> 77b617a (Let one place own clips on record, readers beside a step and losses)
 
 
 class Reads(TorchDispatchMode):

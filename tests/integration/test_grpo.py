@@ -213,7 +213,7 @@ def run_plain(path: Path, steps: int, overflows: Iterable[int]) -> dict[str, Any
 
 def test_a_run_is_that_of_a_plain_loop_with_masters(tmp_path: Path) -> None:
     """What is drawn, losses, rates, weights, masters and momentum, bit for bit."""
-    steps, overflows = 16, (3, 11, 12)
+    steps, overflows = 10, (3, 7, 8)
     reference = run_plain(tmp_path / "plain", steps, overflows)
     for mode in MODES:
         trainer, reward = make(tmp_path / mode, llama(overflows=overflows), max_steps=steps)

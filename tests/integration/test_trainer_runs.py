@@ -34,23 +34,6 @@ from accel_scaler import GradScaler, attach, detach
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def pair(path: Path, **kwargs: Any) -> tuple[tuple[Any, Recorder], tuple[Any, Recorder]]:
-    """The same training twice: attached, and with torch's own scaler."""
-    ours, theirs = make(path / "ours", **kwargs), make(path / "theirs", **kwargs)
-    train(attach(ours[0], CONFIG))
-    train(as_stock(theirs[0]))
-    assert type(theirs[0].accelerator) is Accelerator
-    assert isinstance(ours[0].accelerator.scaler, GradScaler)
-    return ours, theirs
-
-
-def assert_same(ours: tuple[Any, Recorder], theirs: tuple[Any, Recorder]) -> None:
-    assert logs(ours[0]) == logs(theirs[0])
-    assert ours[1].skipped == theirs[1].skipped
-    assert ours[1].scales == theirs[1].scales
-    assert torch.equal(weights(ours[0].model), weights(theirs[0].model))
-
-
 @pytest.mark.parametrize(
     ("kind", "mode"), [("", "sync"), ("a loss of its own", "overlap"), ("sft", "sync")]
 )
@@ -88,21 +71,27 @@ def test_a_run_that_makes_windows_again_equals_one_in_which_nothing_overflows(
 
 def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:
     """Losses, norms, learning rates, evaluation in the middle, scale and weights."""
-    ours, theirs = pair(
-        tmp_path, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=4
-    )
-    assert_same(ours, theirs)
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    given = {"eval_strategy": "steps", "eval_steps": 3, **saved}
+    (ours, mine), (theirs, other) = (make(tmp_path / name, **given) for name in ("ours", "theirs"))
+    train(attach(ours, CONFIG))
+    train(as_stock(theirs))
+    assert type(theirs.accelerator) is Accelerator
+    assert isinstance(ours.accelerator.scaler, GradScaler)
+    assert logs(ours) == logs(theirs)
+    assert (mine.skipped, mine.scales) == (other.skipped, other.scales)
+    assert torch.equal(weights(ours.model), weights(theirs.model))
     # The reference really overflowed, skipped, held its schedule, clipped, evaluated and saved.
-    assert [i for i, skipped in enumerate(theirs[1].skipped) if skipped] == SKIPPED
-    assert 512.0 in theirs[1].scales
-    steps = [entry for entry in logs(theirs[0]) if "loss" in entry]
+    assert [i for i, skipped in enumerate(other.skipped) if skipped] == SKIPPED
+    assert 512.0 in other.scales
+    steps = [entry for entry in logs(theirs) if "loss" in entry]
     assert len(steps) == 8
     assert steps[2]["learning_rate"] == steps[3]["learning_rate"]
     assert sum(0.5 < entry["grad_norm"] < float("inf") for entry in steps) >= 2
-    assert sum("eval_loss" in entry for entry in logs(theirs[0])) >= 2
+    assert sum("eval_loss" in entry for entry in logs(theirs)) >= 2
     assert (tmp_path / "ours" / "checkpoint-8" / "scaler.pt").is_file()
-    history = ours[0].accelerator.scaler_history
-    assert [record.skipped for record in history.records] == theirs[1].skipped
+    history = ours.accelerator.scaler_history
+    assert [record.skipped for record in history.records] == other.skipped
 
 
 # Beside the synchronous run, with the laziest optimizer thread there can be (``lazy``).

@@ -39,11 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help=device)
     ranks = "ranks on this machine, by Accelerate's launcher (default: 1)"
     parser.add_argument("--num_processes", metavar="N", type=int, default=1, help=ranks)
+    parser.add_argument("--parameters", help=argparse.SUPPRESS)  # of an earlier release
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the rows; returns 0, or 1 if a row failed. Raises ``ConfigError`` for a file that cannot
-    be written."""
+    be written, and for ``--parameters``."""
+    if args.parameters is not None:
+        raise ConfigError("--parameters is retired: drop it, no time of a mode is estimated.")
     with _environment(args.device):
         from .rows import device, in_turn
 

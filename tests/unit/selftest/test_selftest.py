@@ -172,6 +172,11 @@ def test_bad_input_is_a_row_that_failed(capsys: pytest.CaptureFixture[str], case
     assert "scaler is" not in out
 
 
+def test_the_flag_of_an_earlier_release_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["test", "--parameters", "1000"]) != 0
+    assert "--parameters is retired: drop it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", ["", "/dev/full"])
 def test_a_file_that_cannot_be_written_is_one_line(
     capsys: pytest.CaptureFixture[str], path: str

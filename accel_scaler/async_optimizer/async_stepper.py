@@ -57,7 +57,7 @@ class AsyncStepper(ReplicaStepper):
         worker: the optimizer thread, perhaps shared with other steppers.
         guards_backward: put a hook on each parameter, so that a backward waits before it adds to a
             gradient that is still read; needed where no ``scale()`` announces the backward.
-        options: arguments of :class:`ReplicaStepper`.
+        masters, parameter_names, holder: see :class:`ReplicaStepper`.
     """
 
     def __init__(
@@ -94,10 +94,17 @@ class AsyncStepper(ReplicaStepper):
 
     def _refuse_overlapping(self) -> None:
         if self.reads_beside:
-            frozen = [p for p in parameters_of(self.optimizer) if not is_stepped(p)]
-            refuse_overlapping(self.optimizer, lambda _: True, self.parameter_names, frozen)
+            self._refuse_ties(())
         else:
             super()._refuse_overlapping()
+
+    def _refuse_ties(self, others: Sequence[Tensor]) -> None:
+        """Raise ``UnsupportedError`` where a trained parameter shares memory: a read of the other
+        tensor, a frozen parameter or one of ``others``, would not wait for the update."""
+        params = parameters_of(self.optimizer)
+        trained = [p for p in params if is_stepped(p)]
+        frozen = [p for p in params if not is_stepped(p)]
+        refuse_overlapping(self.optimizer, trained, self.parameter_names, [*frozen, *others])
 
     # Where it stands, and whose calls these are.
 
@@ -137,8 +144,7 @@ class AsyncStepper(ReplicaStepper):
             self.parameter_names.add_module(model)
             if self.reads_beside:
                 tensors = (*Module.parameters(model), *Module.buffers(model))
-                others = [t for t in tensors if id(t) not in mine]
-                refuse_overlapping(self.optimizer, lambda _: True, self.parameter_names, others)
+                self._refuse_ties([t for t in tensors if id(t) not in mine])
                 root = unwrap(model)
                 if root not in self._evaluations:
                     hook = BeforeEvaluation(self)
@@ -247,7 +253,7 @@ class AsyncStepper(ReplicaStepper):
     ) -> None:
         """Hand an update to the optimizer thread. It reads the gradients ``held`` where they are,
         and writes to the parameters ``written``. Call it under the lock."""
-        step = self._inflight = InflightStep.of(self, self.replica, update, self.steps + 1)
+        step = self._inflight = InflightStep.of(self.replica, update, self.steps + 1)
         try:
             step.hold_gradients(self, held)
             torch.autograd.graph.increment_version(written)

@@ -35,7 +35,7 @@ class Update:
     """In the order of the parts, final once they are multiplied by ``deferred``."""
     deferred: DeferredUnscale
     begin: Callable[[], None]
-    """Called first: lets masters take edits of the model."""
+    """Called first: lets masters take edits of the model. Bound, it keeps the stepper alive."""
     fn: Callable[[], object] | None = None
     """The function given to ``submit()``, which steps instead; None: the optimizer does."""
     stream: torch.Stream | None = None
@@ -63,11 +63,11 @@ class InflightStep:
     hold: ParameterHold | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, owner: object, replica: Replica, update: Update, number: int) -> InflightStep:
-        """A step that has not begun. ``owner`` is kept alive until the work is done."""
+    def of(cls, replica: Replica, update: Update, number: int) -> InflightStep:
+        """A step that has not begun."""
         is_submitted = update.fn is not None
-        # The task drops its function once it is done, and with it gradients and owner.
-        work = partial(_run_submitted if is_submitted else _step_parts, owner, replica, update)
+        # The task drops its function once it is done, and with it the update.
+        work = partial(_run_submitted if is_submitted else _step_parts, replica, update)
         task = Task(work, 1 if is_submitted else len(replica.parts))
         return cls(replica, number, task, is_submitted)
 
@@ -106,7 +106,7 @@ class InflightStep:
 
 
 @torch.no_grad()
-def _step_parts(owner: object, replica: Replica, update: Update, task: Task) -> None:
+def _step_parts(replica: Replica, update: Update, task: Task) -> None:
     update.begin()
     for part in replica.parts:
         mine = slice(part.start, part.end)
@@ -119,7 +119,7 @@ def _step_parts(owner: object, replica: Replica, update: Update, task: Task) -> 
 
 
 @torch.no_grad()
-def _run_submitted(owner: object, replica: Replica, update: Update, task: Task) -> None:
+def _run_submitted(replica: Replica, update: Update, task: Task) -> None:
     assert update.fn is not None
     update.begin()
     with as_on_stream(update.stream):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from ..models import inert, is_fsdp2, is_in_backward
+from ..optimizer_step import ReplicaStepper
 
 
 def unseen_read(model: Module) -> str | None:
@@ -33,17 +34,12 @@ def _is_compiled(module: Module) -> bool:
     return is_wrapper or is_function or getattr(module, "_compiled_call_impl", None) is not None
 
 
-class Synchronizes(Protocol):
-    def synchronize(self) -> None:
-        """Wait until the parameters are the newest."""
-
-
 class BeforeEvaluation:
     """A hook on a whole model: its evaluation waits for all parameters at once. torch's fast path
     of Transformer layers is not for pending ones, and a module may have kept a view of one. It
     refers to the stepper weakly, and does nothing in a copy of the model."""
 
-    def __init__(self, stepper: Synchronizes) -> None:
+    def __init__(self, stepper: ReplicaStepper) -> None:
         self._stepper = weakref.ref(stepper)
 
     def __reduce__(self) -> Any:

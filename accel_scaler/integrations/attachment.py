@@ -169,7 +169,7 @@ class Attachment:
             name = wrong[0]
             raise ConfigError(f"{name}: got {values[name]} on the ranks, expected one for all.")
         if self.explainer is not None:
-            self.explainer.is_everywhere = not set(differ).intersection(TOGETHER)
+            self.explainer.meeting.is_everywhere = not set(differ).intersection(TOGETHER)
 
     def share_scale(self) -> None:
         """Take scale and counters of the rank that has closed the most windows. A collective, after

@@ -79,7 +79,7 @@ class Boundary:
         skip_norm_above: float | str | None = None,
     ) -> None:
         self.scaler, self.device = scaler, device
-        self.observers, self._rerun = [each for each in observers if each is not None], rerun
+        self.observers = [each for each in observers if each is not None]
         checks, has_limit = skip_nonfinite or scaler.is_enabled(), skip_norm_above is not None
         self.check = OverflowCheck(scaler, device, self.observers, checks, has_limit, rerun)
         self.spikes = SpikeRule(skip_norm_above)
@@ -230,7 +230,8 @@ class Boundary:
         """Update the scale, then the parameters or not. The window is closed before the step
         begins: after an interrupt the next one is new."""
         timing = None
-        has_room = always if self._rerun is None else self._rerun.has_room
+        rerun = self.check.rerun
+        has_room = always if rerun is None else rerun.has_room
         self.scaler.close_window(record.found_inf, record.is_spike, has_room)
         record.stage = OptState.STEPPED
         for observer in self.observers:

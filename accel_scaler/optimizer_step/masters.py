@@ -55,8 +55,6 @@ class ParameterPair(Placed):
             self.target = local(param.detach()).data
         """The model's memory, under a version counter of its own."""
         self.is_master = False
-        self.is_trained = is_stepped(param)
-        """As of the last :func:`make_pairs`."""
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
@@ -126,14 +124,14 @@ def make_pairs(
             pair = ParameterPair(p, number)
             before = old.get(id(p))
             had_master = before is not None and before.is_master
-            needed = had_master or id(p) in saved or pair.is_trained
+            needed = had_master or id(p) in saved or is_stepped(p)
             wanted = needed and masters.takes(p)
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
                 and before.is_master == wanted
             ):
-                before.group, before.is_trained = number, pair.is_trained
+                before.group = number
                 pair = before
             else:
                 fresh.append((wanted, pair))

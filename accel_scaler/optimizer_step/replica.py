@@ -216,18 +216,15 @@ class Replica:
             UnsupportedError: it cannot be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
-        self.share_state(grads)
+        # Its entries of state, also those that were added since the last step.
+        state = self.optimizer.state
+        self._borrowed = self._lay_out(state, grads)
+        self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
             for key in own.keys() - group.keys():
                 del own[key]
             own.update({k: frozen(v) for k, v in group.items() if k != "params"})
-
-    def share_state(self, grads: Sequence[Tensor | None]) -> None:
-        """Share the optimizer's state entries, also those added since."""
-        state = self.optimizer.state
-        self._borrowed = self._lay_out(state, grads)
-        self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
 
     def give_back_state(self) -> None:
         """Keep none of the optimizer's state: a script may take it out, to free its memory."""

@@ -29,7 +29,7 @@ from ..scaling import (
     reduce_partial_gradients,
 )
 from .blocks import rule_of
-from .masters import MASTER, MasterRule, entry_of, without_master
+from .masters import MASTER, MasterRule, entry_of, is_stepped, without_master
 from .owners import own_parameters
 from .replica import Replica, is_empty
 from .state_dicts import StateDictHooks
@@ -91,7 +91,9 @@ class ReplicaStepper(Stepper):
             raise
 
     def _refuse_overlapping(self) -> None:
-        refuse_overlapping(self.optimizer, self.replica.masters.takes, self.parameter_names)
+        takes = self.replica.masters.takes
+        params = [p for p in parameters_of(self.optimizer) if is_stepped(p) and takes(p)]
+        refuse_overlapping(self.optimizer, params, self.parameter_names)
 
     @property
     def is_left(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
-from .masters import MasterRule, is_stepped
+from .masters import MasterRule
 from .shared_memory import overlapping
 from .stepper import is_replaced, raw_step
 
@@ -128,17 +128,16 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
 
 def refuse_overlapping(
     optimizer: Optimizer,
-    concerns: Callable[[Tensor], bool],
+    params: Sequence[Tensor],
     names: ParameterNames,
     others: Sequence[Tensor] = (),
 ) -> None:
-    """Raise ``UnsupportedError`` where trained parameters that it ``concerns`` share memory with
-    each other or with ``others``, without being one ``Parameter``."""
-    taken = (p for p in parameters_of(optimizer) if is_stepped(p) and concerns(p))
-    params = list({id(p): p for p in taken}.values())
-    for group in overlapping([*params, *others]):
+    """Raise ``UnsupportedError`` where ``params`` of the optimizer share memory with each other or
+    with ``others``, without being one ``Parameter``."""
+    params = list({id(p): p for p in params}.values())
+    tensors = [*params, *others]
+    for group in overlapping(tensors):
         if group[0] < len(params):
-            tensors = [*params, *others]
             both = " and ".join(names.of((tensors[i] for i in group[:2]), optimizer))
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: {both} share memory and are not one Parameter: each "

@@ -103,15 +103,6 @@ class OverflowExplainer(Observer):
         return self.maker is None or self.maker.has_room()
 
     @property
-    def is_everywhere(self) -> bool:
-        """Whether every rank has the same settings."""
-        return self.meeting.is_everywhere
-
-    @is_everywhere.setter
-    def is_everywhere(self, answer: bool) -> None:
-        self.meeting.is_everywhere = answer
-
-    @property
     def models(self) -> list[Module]:
         """The watched models without wrappers, in the order in which they were prepared."""
         return list(self._models)

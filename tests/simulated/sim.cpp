@@ -1474,6 +1474,19 @@ static bool dense(const Tensor& t) { return t.is_non_overlapping_and_dense(); }
 static void copy_data(const Ref& from, const Ref& to) {
   if (g_arithmetic) to.cpu().copy_(from.cpu());
 }
+
+// Pinned memory at `p` is in use until the copy has ended.
+static void pinned_copy(StreamImpl& s, const char* name, const Ref& from, const Ref& to,
+                        const void* p, const Work& w) {
+  pin_use(p, 1);
+  launch(
+      s, name, {{from, false}, {to, true}},
+      [from, to, p] {
+        copy_data(from, to);
+        pin_use(p, -1);
+      },
+      w);
+}
 // Pageable memory has a quarter of the bandwidth.
 static Work pageable(int engine, const Ref& r) { return work(engine, 4 * bytes_of(r)); }
 
@@ -1519,16 +1532,7 @@ static Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking
     Ref y = ref_of(dst, true);
     if (direct && is_pinned(src.data_ptr())) {
       if (!non_blocking) note_sync("blocking copy to the device");
-      Ref x = host_ref(src);
-      const void* p = src.data_ptr();
-      pin_use(p, 1);
-      launch(
-          s, "copy up from pinned", {{x, false}, {y, true}},
-          [x, y, p] {
-            copy_data(x, y);
-            pin_use(p, -1);
-          },
-          work(UP, bytes_of(y)));
+      pinned_copy(s, "copy up from pinned", host_ref(src), y, src.data_ptr(), work(UP, bytes_of(y)));
       if (!non_blocking) s.synchronize();
       return dst;
     }
@@ -1556,16 +1560,7 @@ static Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking
   bool direct = src.scalar_type() == dst.scalar_type() && dst.is_cpu() &&
                 src.strides() == dst.strides() && dense(dst);
   if (direct && non_blocking && is_pinned(dst.data_ptr())) {
-    Ref y = host_ref(dst);
-    const void* p = dst.data_ptr();
-    pin_use(p, 1);
-    launch(
-        s, "copy down to pinned", {{x, false}, {y, true}},
-        [x, y, p] {
-          copy_data(x, y);
-          pin_use(p, -1);
-        },
-        work(DOWN, bytes_of(x)));
+    pinned_copy(s, "copy down to pinned", x, host_ref(dst), dst.data_ptr(), work(DOWN, bytes_of(x)));
     return dst;
   }
   note_sync("blocking copy to the host");

@@ -48,10 +48,10 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_437,
-    "optimizer_step": 3_525,
-    "async_optimizer": 1_749,
+    "optimizer_step": 3_522,
+    "async_optimizer": 1_751,
     "integrations": 1_375,
-    "overflow": 3_071,
+    "overflow": 3_062,
     "telemetry": 1_554,
     "report": 898,
     "launch": 433,
@@ -62,7 +62,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 16_495
+MAX_SUM = 16_485
 """The aim is 15,000."""
 
 

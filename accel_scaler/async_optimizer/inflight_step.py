@@ -121,8 +121,8 @@ def _step_parts(replica: Replica, update: Update, task: Task) -> None:
 @torch.no_grad()
 def _run_submitted(replica: Replica, update: Update, task: Task) -> None:
     assert update.fn is not None
-    update.begin()
     with as_on_stream(update.stream):
+        update.begin()
         try:
             final = replica.bring(replica.ordered, update.grads, update.deferred)
             for pair, grad in zip(replica.ordered, final, strict=True):

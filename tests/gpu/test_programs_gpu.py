@@ -84,6 +84,22 @@ def submitted(t: Training) -> None:
         t.optimizer.zero_grad()
 
 
+def submitted_from_a_stream(t: Training) -> None:
+    """The optimizer thread works there, too, so it sees an edit that is still to come."""
+    (side,) = t.streams(1)
+
+    def edited_and_submitted() -> None:
+        for step in range(STEPS):
+            t.backward(step)
+            t.busy()
+            t.model.layers[0].weight.data[::2].clamp_(-0.1, 0.1)
+            t.optimizer.submit(lambda: t.scaler.step(t.optimizer))
+            t.scaler.update()
+            t.optimizer.zero_grad()
+
+    t.beside(side, edited_and_submitted)
+
+
 def resumed(t: Training) -> None:
     t.train(0, 1, 2)
     saved = copy.deepcopy(t.optimizer.state_dict())
@@ -108,7 +124,7 @@ def masters_that_are_edited(t: Training) -> None:
 
 PROGRAMS: tuple[Program, ...] = (
     *(plain, on_changing_streams, gradients_written, a_branch_joins),
-    *(submitted, resumed, masters_that_are_edited),
+    *(submitted, submitted_from_a_stream, resumed, masters_that_are_edited),
 )
 
 

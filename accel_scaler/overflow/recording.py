@@ -73,7 +73,8 @@ class ForwardCall:
     roots: list[Any]
     """Where the graphs of the inputs begin: nodes, and the numbers of their outputs."""
     restore_random_state: Callable[[], None]
-    autocast: list[torch.autocast]
+    autocast: list[tuple[str, torch.dtype, bool]]
+    """For each device type: dtype, and whether autocast was on."""
     number: int
     """The number of this forward in the run."""
     buffers: list[KeptBuffer]
@@ -90,9 +91,13 @@ class Output:
     """The place of the tensor in all that the forward returned."""
     last: Tensor | None
     """The last element of the tensor, shape (), to compare."""
+    version: int
+    """The version of the tensor when the forward returned it."""
     is_root: bool = False
     grad: Kept | None = None
     """The gradient that came to a root."""
+    incoming: Kept | None = None
+    """In a backward: the gradient before the script's hooks on the tensor and on its node."""
 
 
 @dataclass(eq=False, slots=True)
@@ -332,12 +337,16 @@ class WindowRecording(ForwardListener):
         compares = compares and self.gradients is not None
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
-                made = Output(call, number, last_of(tensor) if compares else None)
+                last = last_of(tensor) if compares else None
+                made = Output(call, number, last, version_of(tensor))
                 # The graph keeps the record of the output, so that a backward in a later window
-                # finds it. A hook on a node comes after the script's hooks on the tensor.
+                # finds it. Of the script's hooks all run after the first and before the second.
                 node: Any = tensor.grad_fn
                 place = tensor.output_nr
-                node.register_prehook(Hook(self, "add_gradient", made, place))
+                if self.gradients is not None:
+                    hook: Any = tensor.register_hook
+                    hook(Hook(self, "gradient_comes", made))
+                node.register_hook(Hook(self, "add_gradient", made, place))
                 node.metadata.setdefault(self._key, {})[place] = made
 
     def _output_at(self, node: Any, place: int) -> Output | None:
@@ -345,8 +354,13 @@ class WindowRecording(ForwardListener):
         found: Output | None = node.metadata.get(self._key, {}).get(place)
         return found
 
-    def add_gradient(self, output: Output, place: int, grads: Any) -> None:
+    def gradient_comes(self, output: Output, grad: Any) -> None:
+        if is_tensor(grad) and not (is_transformed() or is_batched(grad) or is_replaying()):
+            output.incoming = Kept(grad, version_of(grad))
+
+    def add_gradient(self, output: Output, place: int, _: Any, grads: Any) -> None:
         grad, call = grads[place], output.call
+        incoming, output.incoming = output.incoming, None
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
         # Outside of a backward it is torch.autograd.grad, which leaves no gradient on a parameter.
@@ -360,6 +374,11 @@ class WindowRecording(ForwardListener):
             self.left_out = Obstacle.TWICE
             return
         size = 0
+        is_hooked = (
+            incoming is None or incoming.tensor is not grad or incoming.version != version_of(grad)
+        )
+        if is_hooked and not output.is_root and self.gradients is not None:
+            self.gradients.obstacle = Obstacle.HOOK
         if output.is_root:
             output.grad, size = Kept(grad, version_of(grad)), _bytes(grad)
         if call.backward is None:
@@ -383,6 +402,8 @@ class WindowRecording(ForwardListener):
                 hooks = (tensor._backward_hooks or {}).values()
                 if all(isinstance(hook, Hook) for hook in hooks):  # none is the script's
                     source = self._output_at(edge.node, edge.output_nr)
+                if source is not None and source.version != version_of(tensor):
+                    source = None  # the script has written to it
                 roots.extend([(edge.node, edge.output_nr)] if source is None else source.call.roots)
             inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
             return plain
@@ -395,7 +416,7 @@ class WindowRecording(ForwardListener):
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         autocast = [
-            torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
         ]
         self._forwards += 1

@@ -168,8 +168,11 @@ def _forward(call: ForwardCall, made: dict[Output, Tensor], without_ddp: bool) -
     args, kwargs = map_tensors((args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
     with torch.enable_grad(), ExitStack() as stack:
-        for context in call.autocast:
-            stack.enter_context(context)
+        for kind, dtype, is_on in call.autocast:
+            # Around a forward that enters autocast itself, none: the outermost one clears the cache
+            # of cast weights.
+            if is_on or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype, is_on))
         return tensors_in(run(*args, **kwargs))
 
 

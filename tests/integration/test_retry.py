@@ -238,6 +238,90 @@ def test_what_the_script_does_to_the_gradient_between_two_models_is_not_left_out
     assert caplog.text.count("the gradient of an output was not finite") == 1
 
 
+class Shifted(nn.Module):
+    """The gradient of ``w`` is ``x`` times the gradient of the output, in float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return (self.w.half() * x.half()).float() - shift
+
+
+def chain(
+    scale: float, count: int, before: Any = None, after: Any = None, **settings: Any
+) -> tuple[Any, list[Any]]:
+    """One forward takes the output of another, of one model or of two (``count``). The script does
+    something to this output ``before`` the second forward, or ``after`` it. The first forward alone
+    overflows in the backward: from 2**12 on."""
+    with attached(None, init_scale=scale, growth_interval=1000, **settings) as accelerator:
+        nets = [Shifted() for _ in range(count)]
+        models = [accelerator.prepare(net) for net in nets]
+        optimizer = accelerator.prepare(sgd([net.w for net in nets], lr=2.0**-8))
+        for _ in range(3):
+            middle = models[0](torch.full((4,), 1024.0), 1023.0)
+            if before is not None:
+                before(middle)
+            loss = models[-1](middle).sum() / 64
+            if after is not None:
+                after(middle)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [net.w.detach().clone() for net in nets], list(accelerator.scaler_history.records)
+
+
+@torch.no_grad()
+def halve_some(middle: Tensor) -> None:
+    """But for the last element, which a second run compares."""
+    middle[:2].mul_(0.5)
+
+
+def hook(middle: Tensor) -> None:
+    middle.register_hook(lambda grad: grad / 2)  # type: ignore[no-untyped-call]
+
+
+def hook_in_place(middle: Tensor) -> None:
+    middle.register_hook(lambda grad: grad.mul_(0.5))  # type: ignore[no-untyped-call]
+
+
+def hook_of_node(middle: Tensor) -> None:
+    node: Any = middle.grad_fn
+    node.register_prehook(lambda grads: (grads[0] / 2,))
+
+
+def look(middle: Tensor) -> None:
+    middle.retain_grad()
+    middle.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("given", [{"before": halve_some}, {"before": hook}, {"after": look}])
+def test_what_the_script_does_between_two_forwards_is_done_again(given: Any, count: int) -> None:
+    high, records = chain(2.0**16, count, on_overflow="retry", **given)
+    low, plain = chain(records[-1].scale, count, **given)
+    assert not any(r.skipped for r in (*records, *plain))
+    assert records[0].retries >= 4
+    assert_same(high, low)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "given",
+    [{"after": hook}, {"after": hook_in_place}, {"after": hook_of_node}, {"before": hook_of_node}],
+)
+def test_a_hook_that_a_second_run_would_not_have_is_not_left_out(
+    given: Any, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It came after the second forward, or no one sees it on the node: all is as with ``skip``."""
+    ours, records = chain(2.0**13, count, on_overflow="retry", **given)
+    theirs, plain = chain(2.0**13, count, **given)
+    assert [r.skipped for r in records] == [r.skipped for r in plain] == [True, False, False]
+    assert caplog.text.count("a hook has changed the gradient of an output") == 1
+    assert_same(ours, theirs)
+
+
 class Sized(nn.Module):
     """``loss = sum(w * size)``: the gradient of ``w`` is ``size``, through a float16 activation."""
 

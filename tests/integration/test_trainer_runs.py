@@ -69,6 +69,30 @@ def test_a_run_that_makes_windows_again_equals_one_in_which_nothing_overflows(
     assert torch.equal(weights(ours.model), weights(theirs.model))
 
 
+def test_a_loss_that_calls_the_model_twice_is_made_again_bit_for_bit(tmp_path: Path) -> None:
+    """As R-Drop's. Each call casts the weights to float16 for itself, in the second run, too."""
+
+    class Twice(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            one, other = model(**inputs), model(**inputs)
+            return one.loss + other.loss + (one.logits - other.logits).square().mean()
+
+    def run(name: str, scale: float, **settings: Any) -> tuple[Any, Any]:
+        trainer = make(tmp_path / name, (), cls=Twice, max_steps=1, warmup_steps=0)[0]
+        train(attach(trainer, init_scale=scale, **settings))
+        records = list(trainer.accelerator.scaler_history.records)
+        detach(trainer)
+        return trainer, records
+
+    ours, (record,) = run("ours", 2.0**20, on_overflow="retry")
+    theirs, (plain,) = run("theirs", record.scale)
+    assert record.retries > 0
+    assert not record.skipped
+    assert not plain.skipped
+    assert logs(ours) == logs(theirs)
+    assert torch.equal(weights(ours.model), weights(theirs.model))
+
+
 def test_a_run_equals_the_stock_run_bit_for_bit(tmp_path: Path) -> None:
     """Losses, norms, learning rates, evaluation in the middle, scale and weights."""
     saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}

@@ -26,8 +26,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     """An ``accelerate.Accelerator`` whose optimizer step is checked, in fp16 with a loss scale.
 
     Takes every argument of ``Accelerator``, and ``scaler_config``: the ``config`` of
-    :func:`attach`, which usually makes one; ``detach`` makes it an ``Accelerator``. Without
-    ``mixed_precision="fp16"`` nothing is scaled, and ``scaler`` is None.
+    :func:`attach`, which usually makes one; ``detach`` makes it an ``Accelerator``, and refuses
+    subclasses. Without ``mixed_precision="fp16"`` nothing is scaled, and ``scaler`` is None.
     """
 
     _attachment: Attachment

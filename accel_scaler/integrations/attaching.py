@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from accelerate import Accelerator
 
 from ..config import ScalerConfig
-from ..errors import ConfigError, OrderError, shown
+from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from .accelerator import ScaledAccelerator
 from .attachment import Attachment, attachment_of, requested, resolved
 
@@ -103,6 +103,7 @@ def detach(target: T) -> T:
 
     Raises:
         OrderError: a window is open; nothing was undone.
+        UnsupportedError: a subclass of :class:`ScaledAccelerator`; nothing was undone.
         StepError: the step in flight failed; everything was undone.
     """
     trainer = _trainer_module(target)
@@ -110,6 +111,12 @@ def detach(target: T) -> T:
         return cast(T, trainer.detach_trainer(target))
     attached = attachment_of(target)
     if attached is not None:
+        if type(target) is not scaled_class(attached.stock_class, ScaledAccelerator):
+            name = type(target).__name__
+            raise UnsupportedError(
+                f"detach: got a {name}, a subclass of ScaledAccelerator, whose methods would be "
+                f"lost; derive {name} from accelerate.Accelerator, and attach(accelerator)."
+            )
         attached.remove(target)
     return target
 

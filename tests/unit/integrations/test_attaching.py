@@ -176,6 +176,23 @@ def test_scaled_accelerator_used_directly() -> None:
     detach(accelerator)
 
 
+def test_a_subclass_of_scaled_accelerator_is_not_detached() -> None:
+    """Its methods would be lost. It goes on as before."""
+
+    class Mine(ScaledAccelerator):
+        def hello(self) -> str:
+            return "hello"
+
+    accelerator: Any = Mine(cpu=True, mixed_precision="fp16", scaler_config=ScalerConfig())
+    model, optimizer = prepared(accelerator)
+    scaler = accelerator.scaler
+    with pytest.raises(UnsupportedError, match=r"got a Mine.*derive Mine from accelerate\."):
+        detach(accelerator)
+    assert (type(accelerator), accelerator.scaler) == (Mine, scaler)
+    train(accelerator, model, optimizer)
+    assert (accelerator.hello(), accelerator.scaler_history.boundaries) == ("hello", 3)
+
+
 def settings_of(accelerator: Any) -> dict[str, Any]:
     """What is in force and no default."""
     changed: dict[str, Any] = attachment_of(accelerator).config.changed()

@@ -86,6 +86,21 @@ NORM = Kind(
     lambda value: is_positive(value) or (is_factor(value) and float(value[:-1]) >= 1.0),
     lambda text: text.strip() if is_factor(text.strip()) else float(text),
 )
+BYTES = {unit: 1024**n for n, unit in enumerate(("", "K", "M", "G", "T"))}
+
+
+def size_of(value: Any) -> int | None:
+    """Bytes of a number or of a text such as ``"6GiB"``; None where it is none."""
+    if type(value) is int:
+        return value if 0 <= value < 2**53 else None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?", value) if type(value) is str else None
+    return None if found is None else int(float(found[1]) * BYTES[found[2]])
+
+
+SIZE = Kind(
+    "'auto', 0, bytes, or a size such as '6GiB'",
+    lambda value: value == "auto" or size_of(value) is not None,
+)
 PATH = Kind(
     "a path",
     lambda value: isinstance(value, (str, os.PathLike)) and str(value).strip().lower() not in NONE,
@@ -140,8 +155,12 @@ class ScalerConfig:
             detected): they agree on each skip by one all-reduce per window.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a CPU on
             a second thread, and each parameter's next use waits for it; on a device as sync.
-        offload: Where the optimizer's state is kept and updated. none: with the parameters. cpu: in
-            host memory, with float32 master weights.
+        offload: Where the optimizer's state rests. none: with the parameters. cpu: in host memory,
+            with float32 master weights of 16-bit parameters; it is copied to the device to be
+            stepped there, beside forward and backward.
+        offload_budget: With offload: how much of the device's memory its state may use. auto: what
+            the run leaves below its own peak, for a moment. A size such as 6GiB: so much of it
+            stays there, and the peak is so much higher. 0: a few blocks at a time, in the step.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
             masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
             auto: fp32 for float16, in an fp16 run or with offload for bfloat16, too.
@@ -180,6 +199,7 @@ class ScalerConfig:
     sharded: bool = setting(False, SWITCH)
     step_mode: StepMode = choice("sync", StepMode)
     offload: Offload = choice("none", Offload)
+    offload_budget: int | str = setting("auto", SIZE)
     master_weights: Masters = choice("auto", Masters)
     skip_nonfinite: bool = setting(True, SWITCH)
     skip_norm_above: float | str | None = setting(None, optional(NORM))
@@ -234,6 +254,11 @@ class ScalerConfig:
         return {ENV_PREFIX + name.upper(): _text(value) for name, value in values.items()}
 
     @property
+    def budget_bytes(self) -> int | None:
+        """``offload_budget`` in bytes; None: ``"auto"``."""
+        return size_of(self.offload_budget)
+
+    @property
     def finds_overflow(self) -> Literal["watch", "replay", "always", "off"]:
         """``find_overflow``, with ``"auto"`` resolved."""
         if self.find_overflow != "auto":
@@ -266,6 +291,7 @@ class StepSettings(TypedDict, total=False):
 
     sharded: bool
     master_weights: Masters
+    offload_budget: int | str
 
 
 class Settings(StepSettings, total=False):

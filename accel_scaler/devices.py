@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger("accel_scaler")
 
@@ -26,6 +27,11 @@ def present_type() -> str:
     # In this order: torch 2.6 raises if the current accelerator is requested and there is none.
     present = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
     return present.type if present else "cpu"
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether tensors on ``device`` are in the host's memory: a CPU's, or unified memory."""
+    return device.type in ("cpu", "mps")
 
 
 def present_stream(device: torch.device) -> torch.Stream | None:
@@ -40,6 +46,19 @@ def new_event(device: torch.device) -> Any:
     if device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     return torch.Event(device, blocking=True)
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """In the block this thread's operations go to ``stream``."""
+    index = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)  # which set_stream changes, too
 
 
 @contextmanager
@@ -76,6 +95,56 @@ def peak_memory() -> dict[str, float]:
     return {name: size for name, size in found.items() if size}
 
 
+class MemoryUse(NamedTuple):
+    """Bytes of tensors on a device, as this process's allocator counts them."""
+
+    now: int
+    ever: int
+    """All that was ever allocated, freed or not."""
+    peak: int
+
+
+def memory_use(device: torch.device) -> MemoryUse | None:
+    """The memory in use; None where the backend does not count it. Does not synchronise."""
+    ask = getattr(torch.get_device_module(device), "memory_stats", None)
+    stats = {} if ask is None else ask(device)
+    names = [f"allocated_bytes.all.{name}" for name in ("current", "allocated", "peak")]
+    return MemoryUse(*(stats[name] for name in names)) if stats.keys() >= set(names) else None
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that ``device`` has; None where the backend does not say."""
+    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+    return None if ask is None else int(ask(device)[1])
+
+
+def pinned_zeros(length: int, device: torch.device) -> tuple[Tensor, Callable[[], object] | None]:
+    """Zeros in host memory that ``device`` can copy beside its kernels, float32, shape (length,),
+    and the function that unpins it, where that is not the allocator's work.
+
+    Memory that cannot be pinned stays pageable, and a warning says so once. Raises
+    ``RuntimeError`` where there is not enough of it.
+    """
+    if device.type == "cuda":
+        # torch rounds memory that it pins up to a power of two: 20 GiB would take 32.
+        memory, runtime = torch.zeros(length, dtype=torch.float32), cast(Any, torch.cuda).cudart()
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) if length else 0)
+        if code == 0:
+            return memory, partial(runtime.cudaHostUnregister, memory.data_ptr())
+        why = f"cudaHostRegister gave error {code}"
+    else:
+        try:
+            return torch.zeros(length, dtype=torch.float32, pin_memory=True), None
+        except (RuntimeError, NotImplementedError) as error:
+            memory, why = torch.zeros(length, dtype=torch.float32), str(error)
+    warn_once(
+        f"offload='cpu': {memory.nbytes / 2**30:.2f} GiB of host memory cannot be pinned ({why}), "
+        "so state is copied through the driver's buffers while the step waits, several times as "
+        "slowly. Raise the limit of locked memory (ulimit -l; in a container --ulimit memlock=-1)."
+    )
+    return memory, None
+
+
 def is_capturing() -> bool:
     """Whether this thread captures its operations in a graph, such as CUDA's."""
     module: Any = torch.get_device_module(present_type())
@@ -85,8 +154,9 @@ def is_capturing() -> bool:
 
 def warn_where_idle(step_mode: str, offload: str, device: torch.device) -> None:
     """Log, once a process, a setting that has nothing to do on ``device``."""
-    if offload == "cpu" and device.type == "cpu":
-        warn_once("offload='cpu': the model is on the CPU, so its state is in host memory anyway.")
+    if offload == "cpu" and is_host(device):
+        kind = device.type.upper()
+        warn_once(f"offload='cpu': the model is on {kind}, so its state is in host memory anyway.")
     if step_mode == "overlap" and device.type != "cpu":
         warn_once(
             f"step_mode='overlap': on {device.type} parameters are updated as in 'sync'. A device "

@@ -33,6 +33,14 @@ def unwrap(model: Module) -> Module:
             return model
 
 
+def is_compiled(module: Module) -> bool:
+    """Whether its forward, or the whole call, is compiled or scripted."""
+    is_wrapper = isinstance(module, (torch._dynamo.OptimizedModule, torch.jit.ScriptModule))
+    own = module.__dict__.get("forward")
+    is_function = hasattr(own, "_torchdynamo_orig_callable")
+    return is_wrapper or is_function or getattr(module, "_compiled_call_impl", None) is not None
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a backward; a forward in it is of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -136,6 +136,7 @@ class AsyncStepper(ReplicaStepper):
         Raises:
             UnsupportedError: other tensors of the model lie in the memory of its parameters.
         """
+        super().watch(model)
         own = list(map(id, parameters_of(self.optimizer)))
         if self._models.get(model) == own:
             return
@@ -227,6 +228,7 @@ class AsyncStepper(ReplicaStepper):
     def skip(self) -> None:
         """A boundary without an update."""
         self.claim()
+        super().skip()
         self.was_skipped = True
 
     def _get_ready(self) -> None:

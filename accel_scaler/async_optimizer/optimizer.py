@@ -56,9 +56,11 @@ class AsyncOptimizer(Optimizer):
             its reads of parameters cannot be seen (compiled, scripted, FSDP2), ``step`` waits.
         scaler: scales the loss; its windows end with :meth:`step`.
         step_mode: ``"overlap"`` or ``"sync"``, as in ``ScalerConfig``.
-        offload: ``"cpu"`` for state and float32 masters in host memory, else ``"none"``.
+        offload: ``"cpu"`` for state and float32 masters that rest in host memory and are stepped
+            on the device, else ``"none"``.
         settings: fields of ``ScalerConfig``: ``master_weights`` (where no ``scaler`` scales,
-            ``"auto"`` steps bfloat16 parameters in place, as torch does) and ``sharded``.
+            ``"auto"`` steps bfloat16 parameters in place, as torch does), ``offload_budget`` and
+            ``sharded``.
 
     Raises:
         ConfigError: a wrong argument, or a model without any of the optimizer's parameters.
@@ -240,6 +242,11 @@ class AsyncOptimizer(Optimizer):
             OrderError: closed, called from inside ``fn``, or no window is open.
         """
         self._check_open("submit")
+        if self._stepper.replica.masters.on_host:
+            raise UnsupportedError(
+                "submit(): with offload='cpu' masters and state pass through the device inside "
+                "step() alone. Call step(), or leave offload at 'none'."
+            )
         if not callable(fn):
             raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
         self._forbid_inside("submit")

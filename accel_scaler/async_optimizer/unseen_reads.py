@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ..models import inert, is_fsdp2, is_in_backward
+from ..models import inert, is_compiled, is_fsdp2, is_in_backward
 from ..optimizer_step import ReplicaStepper
 
 
@@ -18,20 +18,13 @@ def unseen_read(model: Module) -> str | None:
         what = f"{name or type(module).__name__!r}"
         if isinstance(module, torch.jit.ScriptModule):
             return f"{what} is a ScriptModule"
-        if _is_compiled(module):  # its code checks the class of parameters before any of ours runs
+        if is_compiled(module):  # its code checks the class of parameters before any of ours runs
             return f"{what} is compiled"
         if is_fsdp2(module):
             return f"{what} is sharded by FSDP2, which gathers ahead of time"
         if isinstance(module, torch.nn.DataParallel):
             return f"{what} is copied to several devices"
     return None
-
-
-def _is_compiled(module: Module) -> bool:
-    is_wrapper = isinstance(module, torch._dynamo.OptimizedModule)
-    own = module.__dict__.get("forward")
-    is_function = hasattr(own, "_torchdynamo_orig_callable")
-    return is_wrapper or is_function or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class BeforeEvaluation:

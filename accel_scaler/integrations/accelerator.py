@@ -141,7 +141,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         for optimizer in list(attachment.optimizers):  # before anything reads the gradients
             optimizer.follow_parameters()
             optimizer.dropped.backward(self.sync_gradients)
-        attachment.boundary.before_backward(loss, self.gradient_accumulation_steps)
+        attachment.boundary.before_backward(
+            loss, self.gradient_accumulation_steps, self.sync_gradients
+        )
         with attachment.float16():
             super().backward(loss, **kwargs)
         attachment.boundary.after_backward()

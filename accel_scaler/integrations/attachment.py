@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..async_optimizer import AsyncStepper, Worker
+from ..async_optimizer import Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
@@ -250,13 +250,12 @@ class Attachment:
         Raises ``UnsupportedError`` for a model whose tensors share memory in overlap, and
         ``StepError`` if the last step of an older owner failed."""
         steppers = [stepper_of(inner) for inner in inner_of(optimizers)]
-        for stepper in steppers:
-            if isinstance(stepper, AsyncStepper):
-                for model in self.models:
-                    stepper.watch(model)
-        for stepper in steppers:
-            if isinstance(stepper, ReplicaStepper):
-                own_parameters(stepper)
+        replicas = [stepper for stepper in steppers if isinstance(stepper, ReplicaStepper)]
+        for stepper in replicas:
+            for model in self.models:
+                stepper.watch(model)
+        for stepper in replicas:
+            own_parameters(stepper)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Neither step nor save ``optimizer`` any more: another one owns its parameters."""

@@ -157,7 +157,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         has_stepped = False
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
         self.follow_parameters()
-        if isinstance(self._stepper, AsyncStepper):
+        if isinstance(self._stepper, ReplicaStepper):
             for model in attachment.models:
                 self._stepper.watch(model)
         try:

@@ -98,10 +98,12 @@ class Boundary:
         """Let this boundary step an optimizer."""
         self.scaler.manage(stepped(optimizer), stepper_of(optimizer))
 
-    def before_backward(self, loss: Tensor, accumulation: int = 1) -> None:
+    def before_backward(self, loss: Tensor, accumulation: int = 1, is_last: bool = True) -> None:
         """Call before each backward. Where nothing is scaled, this opens a window. May wait
         for a step that reads gradients which the backward adds to. ``accumulation``: the divisor of
-        the loss."""
+        the loss. ``is_last``: the window's last backward, as far as is known."""
+        for optimizer in self.scaler.managed:
+            stepper_of(optimizer).before_backward(is_last)
         window = self.scaler.window
         is_next = bool(window.losses) and not window.closed
         if is_next and not any(map(self._has_gradients, self.scaler.managed)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import ScalerConfig
+from ..devices import is_host
 from ..scaling import LOW_PRECISION, local
 from .arena import Arena, Placed, place_of
+from .host_memory import HostArena
 
 MASTER = "master"
 """The key of a parameter's float32 master, in its arena and in its saved state."""
@@ -22,23 +25,31 @@ MASTER = "master"
 
 @dataclass(frozen=True, slots=True)
 class MasterRule:
-    """Which of the trained parameters have a float32 master."""
+    """Which of the trained parameters have a float32 master, and where that and the optimizer's
+    state rest."""
 
     dtypes: frozenset[torch.dtype]
     """The dtypes of parameters that have one."""
     on_host: bool = False
-    """Every parameter has one, in host memory, beside the optimizer's state (``offload``)."""
+    """In host memory (``offload``); else where the parameters are."""
+    budget: int | None = None
+    """``offload_budget``: bytes of it that stay on the device; None: "auto"."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes of masters and state that stay on the device."""
+        return self.budget or 0
 
     def takes(self, p: Tensor) -> bool:
         """Whether ``p`` has a master while it is trained."""
-        return self.on_host or p.dtype in self.dtypes
+        return p.dtype in self.dtypes
 
 
 def master_rule(config: ScalerConfig, device: torch.device) -> MasterRule:
     """The rule of these settings for parameters on ``device``. By ``"auto"`` bfloat16 has masters
     if losses are scaled or state is offloaded. On a CPU state is in host memory as it is."""
     if config.offload == "cpu":
-        return MasterRule(LOW_PRECISION, on_host=device.type != "cpu")
+        return MasterRule(LOW_PRECISION, not is_host(device), config.budget_bytes)
     if config.master_weights == "none":
         return MasterRule(frozenset())
     if config.enabled or config.master_weights == "fp32":
@@ -54,7 +65,11 @@ class ParameterPair(Placed):
         with torch.no_grad():
             self.target = local(param.detach()).data
         """The model's memory, under a version counter of its own."""
-        self.is_master = False
+        self.is_master = self.is_offloaded = self.is_kept = False
+        """Whether it has a master; whether that and its state rest in host memory, or would but for
+        the budget of what is kept on the device."""
+        self.is_edited_since = False
+        """Offloaded: a script has written to the parameter since its master was last stepped."""
         self.stepped = nn.Parameter(self.target, requires_grad=param.requires_grad)
         if getattr(param, "grad_dtype", param.dtype) is not param.dtype:
             self.stepped.grad_dtype = param.grad_dtype
@@ -106,6 +121,7 @@ def make_pairs(
     known: Iterable[ParameterPair],
     saved: Container[int] = (),
     ranks: Mapping[int, int] = MappingProxyType({}),
+    size: Callable[[ParameterPair], int] = lambda pair: 0,
 ) -> list[ParameterPair]:
     """A pair for each parameter, in the optimizer's order.
 
@@ -114,6 +130,7 @@ def make_pairs(
     Args:
         saved: ``id`` of parameters whose masters are about to be loaded, frozen ones too.
         ranks: the order of masters in memory, by the ``id`` of parameters.
+        size: bytes of a pair's master and state, where some rest in host memory.
     """
     old = {id(pair.param): pair for pair in known}
     pairs: list[ParameterPair] = []
@@ -124,12 +141,16 @@ def make_pairs(
             pair = ParameterPair(p, number)
             before = old.get(id(p))
             had_master = before is not None and before.is_master
-            needed = had_master or id(p) in saved or is_stepped(p)
+            was_offloaded = before is not None and before.is_offloaded
+            needed = had_master or was_offloaded or id(p) in saved or is_stepped(p)
             wanted = needed and masters.takes(p)
+            on_device = not is_host(pair.target.device)
+            pair.is_offloaded = needed and masters.on_host and on_device
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
                 and before.is_master == wanted
+                and (before.is_offloaded or before.is_kept) == pair.is_offloaded
             ):
                 before.group = number
                 pair = before
@@ -138,8 +159,13 @@ def make_pairs(
             pairs.append(pair)
     last = len(ranks)
     fresh.sort(key=lambda each: (each[1].group, ranks.get(id(each[1].param), last)))
+    left = masters.kept - sum(size(pair) for pair in pairs if pair.is_kept)
+    for _, pair in fresh if left > 0 else ():
+        if pair.is_offloaded and size(pair) <= left:
+            left -= size(pair)
+            pair.is_kept, pair.is_offloaded = True, False
     for wanted in (False, True):
-        _place([pair for has, pair in fresh if has is wanted], wanted, masters.on_host)
+        _place([pair for has, pair in fresh if has is wanted], wanted)
     _keep_masters([pair for has, pair in fresh if has], old)
     return pairs
 
@@ -168,12 +194,15 @@ def is_stepped(p: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _place(pairs: Sequence[ParameterPair], has_masters: bool, on_host: bool) -> None:
+def _place(pairs: Sequence[ParameterPair], has_masters: bool) -> None:
     """Give each a place in an arena; there is one for neighbours of one group and device."""
-    for _, neighbours in groupby(pairs, key=lambda pair: (pair.group, pair.target.device)):
+    pairs = sorted(pairs, key=attrgetter("is_offloaded"))
+    for (_, device, is_offloaded), neighbours in groupby(
+        pairs, key=lambda pair: (pair.group, pair.target.device, pair.is_offloaded)
+    ):
         mine = list(neighbours)
-        device = torch.device("cpu") if on_host else mine[0].target.device
-        arena = Arena([pair.target for pair in mine], device, has_masters)
+        kind = HostArena if is_offloaded else Arena
+        arena = kind([pair.target for pair in mine], device, has_masters)
         slots = range(len(mine))
         memory = arena.allocate(slots, MASTER) if has_masters else [None] * len(mine)
         for slot, pair in enumerate(mine):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, filterfalse, pairwise, repeat
+from itertools import chain, filterfalse, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -147,10 +147,12 @@ class Replica:
         params = parameters_of(self.optimizer)
         refuse_unsteppable(self.optimizer, self.masters)
         known = [*self.pairs, *self._removed]
-        pairs = make_pairs(self.optimizer, self.masters, known, self._saved, self._ranks)
+        pairs = make_pairs(
+            self.optimizer, self.masters, known, self._saved, self._ranks, self.size_of
+        )
         removed, now = set(map(id, self._removed)), set(map(id, params))
         for pair in (pair for pair in pairs if id(pair) in removed):
-            pair.refresh()  # it may have been written to meanwhile
+            self.refresh(pair)  # it may have been written to meanwhile
         self._removed = [
             pair
             for pair in known
@@ -189,16 +191,12 @@ class Replica:
     def _split(self) -> None:
         """Cut the pairs into parts, in the model's order."""
         ranks, last = self._ranks, len(self._ranks)
-        self.ordered = ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
-        sizes = [pair.stepped.numel() for pair in ordered]
-        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
-        cuts, have = [0], 0
-        for end, length in enumerate(sizes, 1):
-            have += length
-            if end == len(ordered) or have >= size:
-                cuts.append(end)
-                have = 0
-        self.parts = [Part(ordered[a:b], a) for a, b in pairwise(cuts)]
+        ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
+        self.parts, self.ordered = [], []
+        for pairs in self._cut(ordered):
+            self.parts.append(Part(pairs, len(self.ordered)))
+            self.ordered.extend(pairs)
+        ordered = self.ordered
         self.params = [pair.param for pair in ordered]
         self.part_of = {
             id(pair.param): number
@@ -208,6 +206,21 @@ class Replica:
         self.has_rounded = any(pair.is_rounded for pair in ordered)
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
+
+    def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
+        """The pairs of each part."""
+        sizes = [pair.stepped.numel() for pair in ordered]
+        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
+        begin = have = 0
+        for end, length in enumerate(sizes, 1):
+            have += length
+            if end == len(ordered) or have >= size:
+                yield ordered[begin:end]
+                begin, have = end, 0
+
+    def size_of(self, pair: ParameterPair) -> int:
+        """Bytes of a pair's master and state."""
+        return 0
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
         """Get ready for a step with ``grads``, as the optimizer is now.
@@ -272,13 +285,7 @@ class Replica:
                 continue
             value = local(value)
             if pair.is_master:
-                exact = key == "step" or not value.is_floating_point()
-                saved = value.to(pair.stepped.device)
-                value = saved if exact else saved.float()
-                if key == "sum" and value is not saved:  # Adagrad's __init__ has rounded it
-                    value.masked_fill_(
-                        saved == (first := group["initial_accumulator_value"]), first
-                    )
+                value = exact(key, value.to(pair.stepped.device), group)
             entry[key] = value
         rule = rule_of(self.optimizer)
         if rule is not None:
@@ -307,7 +314,14 @@ class Replica:
     def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
         """Load state for the stepped parameters and share it; groups are loaded already."""
         own = self.copy.param_groups
-        self.copy.param_groups = [dict(group) for group in own]
+        # torch casts state to its parameter's device: what rests in host memory stays there.
+        keys = {
+            pair.stepped: torch.empty(0) if pair.is_offloaded else pair.stepped
+            for pair in self.pairs
+        }
+        self.copy.param_groups = [
+            {**group, "params": [keys[p] for p in group["params"]]} for group in own
+        ]
         Optimizer.load_state_dict(self.copy, state_dict)
         self.copy.param_groups = own
         saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
@@ -315,7 +329,7 @@ class Replica:
         state.clear()
         state.update({k: v for k, v in self.copy.state.items() if not isinstance(k, Tensor)})
         for pair, index in zip(self.pairs, saved, strict=True):
-            entry = self.copy.state.get(pair.stepped)
+            entry = self.copy.state.get(keys[pair.stepped])
             if entry is not None and not is_empty(entry):
                 if isinstance(entry, dict):
                     self._move_entry(pair, entry)
@@ -335,20 +349,31 @@ class Replica:
         """
         edited = self._spot_check.find()
         if self.has_loaded:  # the model, too, by now, perhaps through ``.data``
-            edited = [pair for pair in self.pairs if pair.is_edited]
+            edited = [pair for pair in self.pairs if pair.is_offloaded or pair.is_edited]
         for pair in edited:
+            self.refresh(pair)
+        return [pair.param for pair in edited if not (self.has_loaded and pair.is_offloaded)]
+
+    def rest(self) -> None:
+        """Wait until masters and state are the newest where they rest."""
+
+    def take_noted_edits(self) -> None:
+        """Let masters have what :meth:`refresh` has left to the next step. Call it before they are
+        read."""
+
+    def refresh(self, pair: ParameterPair) -> None:
+        """Let the master of an edited parameter take its values, on the device at the next step
+        where it rests in host memory."""
+        if pair.is_offloaded:
+            pair.is_edited_since = pair.is_master
+        else:
             pair.refresh()
-        return [pair.param for pair in edited]
 
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
-        if self.masters.on_host:
-            final = self.bring(part.pairs, grads, deferred)
-            grads = [None if grad is None else grad.to("cpu") for grad in final]
-            deferred = DeferredUnscale()
         runs = [
             (number, run, [grads[i] for i in places]) for number, places, run in self._runs_of(part)
         ]
@@ -424,6 +449,17 @@ class Replica:
             return step(copy)
         finally:
             del copy.grad_scale, copy.found_inf
+
+
+def exact(key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """A tensor of state as a master's: in float32."""
+    if key == "step" or not value.is_floating_point() or value.dtype is torch.float32:
+        return value
+    found = value.float()
+    if key == "sum":  # Adagrad's __init__ has rounded it
+        first = group["initial_accumulator_value"]
+        found.masked_fill_(value == first, first)
+    return found
 
 
 def frozen(value: Any) -> Any:

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..errors import OrderError, StepError, UnsupportedError, listed
+from ..models import inert, is_replaying, untraced
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
@@ -28,8 +30,8 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .blocks import rule_of
 from .masters import MASTER, MasterRule, entry_of, is_stepped, without_master
+from .offloaded import OffloadedReplica
 from .owners import own_parameters
 from .replica import Replica, is_empty
 from .state_dicts import StateDictHooks
@@ -63,15 +65,8 @@ class ReplicaStepper(Stepper):
         _close_left(async_stepper_of(optimizer))
         self.optimizer = optimizer
         self.parameter_names = parameter_names or ParameterNames()
-        self.replica = Replica(optimizer, masters)
+        self.replica = (OffloadedReplica if masters.on_host else Replica)(optimizer, masters)
         self._refuse_overlapping()
-        has_kernel = rule_of(optimizer) is not None
-        if masters.on_host and has_kernel and not all(g["fused"] for g in optimizer.param_groups):
-            logger.warning(
-                "offload='cpu': %s without fused=True takes about five times as long on a CPU. "
-                "Make it with fused=True (of the Trainer: optim='adamw_torch_fused').",
-                type(optimizer).__name__,
-            )
         self._holder = None if holder is None else weakref.ref(holder)
         self.on_replaced: weakref.WeakMethod[Callable[[], None]] | None = None
         """Called where another optimizer takes the parameters over; it has to call :meth:`close`
@@ -83,6 +78,8 @@ class ReplicaStepper(Stepper):
         """With masters: the version of each parameter, in the optimizer's order, when it last was
         its rounded master."""
         self._logged_edits = False
+        self._forwards: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
+        """Handles of the hooks before a watched model's forward."""
         register(self)
         try:
             self._hooks = StateDictHooks(self)
@@ -99,6 +96,25 @@ class ReplicaStepper(Stepper):
     def is_left(self) -> bool:
         """Its holder is gone and has not closed it."""
         return self._holder is not None and self._holder() is None
+
+    def watch(self, model: Module) -> None:
+        """Learn of each forward of ``model``, if it has parameters of the optimizer."""
+        replica = self.replica
+        if not isinstance(replica, OffloadedReplica) or model in self._forwards:
+            return
+        mine = set(map(id, parameters_of(self.optimizer)))
+        if not mine.isdisjoint(map(id, Module.parameters(model))):
+            hook = BeforeForward(replica)
+            self._forwards[model] = model.register_forward_pre_hook(hook, prepend=True)
+            replica.watch(model)
+
+    def before_backward(self, is_last: bool) -> None:
+        if isinstance(self.replica, OffloadedReplica):
+            self.replica.before_backward(is_last)
+
+    def skip(self) -> None:
+        if isinstance(self.replica, OffloadedReplica):
+            self.replica.skip()
 
     # The boundary's questions.
 
@@ -143,7 +159,7 @@ class ReplicaStepper(Stepper):
             return
         versions = zip(self.replica.pairs, self._versions, known, strict=False)
         for pair in [pair for pair, now, before in versions if now != before]:
-            pair.refresh()
+            self.replica.refresh(pair)
 
     def follow_unseen_edits(self) -> None:
         """Copy edits made through ``.data`` to the masters, as a step does, before these are
@@ -243,12 +259,16 @@ class ReplicaStepper(Stepper):
         )
 
     def _forbid_sparse(self, grads: Sequence[Tensor | None]) -> None:
-        pairs = self.replica.ordered if self.replica.has_masters else ()
+        replica = self.replica
+        is_plain = not (replica.has_masters or replica.masters.on_host)
+        pairs = () if is_plain else replica.ordered
         for pair, grad in zip(pairs, grads, strict=False):
-            if grad is not None and pair.is_master and grad.layout is not torch.strided:
+            is_copied = pair.is_master or pair.is_offloaded
+            if grad is not None and is_copied and grad.layout is not torch.strided:
                 raise UnsupportedError(
-                    f"{self._names([pair.param])} has a sparse gradient, which float32 masters do "
-                    "not take. Use Embedding(sparse=False), or float32 parameters without offload."
+                    f"{self._names([pair.param])} has a sparse gradient, which offload and float32 "
+                    "masters do not take. Use Embedding(sparse=False), or float32 parameters "
+                    "without offload."
                 )
 
     def _step_hooks(self, when: str) -> list[Callable[..., Any]]:
@@ -315,6 +335,9 @@ class ReplicaStepper(Stepper):
                 self._hooks.give_state_back()
         finally:
             self._hooks.remove()
+            for handle in self._forwards.values():
+                handle.remove()
+            self._forwards.clear()
             del self._hooks  # a cycle would keep the masters until it is collected
             self.replica.let_go()
             self._versions = []
@@ -330,6 +353,22 @@ class ReplicaStepper(Stepper):
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
+
+
+class BeforeForward:
+    """A hook on a whole model. It refers to the replica weakly, and does nothing in a copy of the
+    model."""
+
+    def __init__(self, replica: OffloadedReplica) -> None:
+        self._replica = weakref.ref(replica)
+
+    def __reduce__(self) -> Any:
+        return inert()
+
+    @untraced
+    def __call__(self, *_: object) -> None:
+        if (replica := self._replica()) is not None:
+            replica.before_forward(counts=not is_replaying())
 
 
 def _close_left(stepper: Stepper | None) -> None:

@@ -38,7 +38,7 @@ class SpotCheck:
             master, target = pair.stepped, pair.target
             if master.stride() == target.stride() and is_dense(target):
                 is_large = target.numel() > MAX_WHOLE
-                kind = is_large, target.dtype, target.device, master.device
+                kind = is_large, target.dtype, target.device, master.device, pair.is_offloaded
                 joinable.setdefault(kind, []).append(pair)
             else:
                 edited.add(id(pair.param))
@@ -48,33 +48,55 @@ class SpotCheck:
     def find(self) -> list[ParameterPair]:
         """Pairs whose parameter is not its rounded master. Waits for the device."""
         found = {id(pair) for samples in self._samples for pair in samples.find()}
-        edited = [
-            pair
-            for pair in (self._pairs if found or self._edited else ())
-            if id(pair) in found or (id(pair.param) in self._edited and pair.is_edited)
-        ]
+        edited = []
+        for pair in self._pairs if found or self._edited else ():
+            if id(pair.param) in self._edited and pair.is_offloaded:
+                pair.is_edited_since = True
+            if id(pair) in found or (
+                id(pair.param) in self._edited and not pair.is_offloaded and pair.is_edited
+            ):
+                edited.append(pair)
         self._edited.update(id(pair.param) for pair in edited)
         return edited
 
+    @torch.no_grad()
+    def note(self) -> None:
+        """All parameters are their rounded masters: a step has just ended."""
+        for samples in self._samples:
+            samples.note()
+
 
 class _Samples:
-    """Views of samples of pairs alike in dtype and devices: made once, joined to be compared."""
+    """Views of samples of pairs alike in dtype and devices: made once, joined to be compared.
+
+    Masters in host memory may still be on their way there. Those samples are compared with what the
+    parameters were after the step.
+    """
 
     def __init__(self, pairs: Sequence[ParameterPair]) -> None:
         self._pairs, self._dtype = pairs, pairs[0].target.dtype
         # As integers: NaN is equal to itself, and autocast does not look at them.
         self._bits = torch.int16 if self._dtype.itemsize == 2 else torch.int32
+        self._after_step: Tensor | None = None
         self._masters = [_sample(pair.stepped.detach()) for pair in pairs]
         self._targets = [_sample(pair.target).view(self._bits) for pair in pairs]
         self._sizes = list(map(Tensor.numel, self._targets))
         rest = -sum(self._sizes) % 4
         for views in (self._masters, self._targets) if rest else ():
             views.append(views[0].new_zeros(rest))
+        self._is_offloaded = pairs[0].is_offloaded
+        self.note()
+
+    def note(self) -> None:
+        if self._is_offloaded:
+            self._after_step = torch.cat(self._targets).flatten()
 
     def find(self) -> list[ParameterPair]:
         """Pairs of which the parameter's sample is not the master's, rounded."""
-        masters = torch.cat(self._masters)
-        rounded = masters.to(self._dtype).view(self._bits).flatten()
+        rounded = self._after_step
+        if rounded is None:
+            masters = torch.cat(self._masters)
+            rounded = masters.to(self._dtype).view(self._bits).flatten()
         now = torch.cat(self._targets).to(rounded.device).flatten()
         # Eight bytes at once: torch compares two at once four times as slowly.
         if torch.equal(rounded.view(torch.int64), now.view(torch.int64)):

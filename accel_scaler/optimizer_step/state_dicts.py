@@ -71,6 +71,7 @@ class StateDictHooks:
         self._stepper.synchronize()
         self._stepper.refresh()  # a model that was loaded after its masters
         self._stepper.follow_unseen_edits()
+        self._stepper.replica.take_noted_edits()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         pairs = {id(pair.param): pair for pair in self._stepper.replica.pairs}
@@ -81,7 +82,8 @@ class StateDictHooks:
                 if pair is None:
                     continue
                 # Else it is the optimizer's own, as in torch, and an edit of it counts.
-                is_ours = pair.is_master or hasattr(p, "to_local") or MASTER in (entry or ())
+                is_ours = pair.is_master or pair.is_offloaded or hasattr(p, "to_local")
+                is_ours = is_ours or MASTER in (entry or ())
                 if is_ours and isinstance(entry, dict):  # a plain optimizer may have loaded it
                     own = without_master(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}

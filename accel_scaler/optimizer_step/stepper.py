@@ -71,6 +71,9 @@ class Stepper(ABC):
         """A boundary without gradients. Stock steps all the same: a hook may bring gradients."""
         self.step()
 
+    def before_backward(self, is_last: bool) -> None:  # noqa: B027
+        """A backward is about to begin; ``is_last``: a step is to follow it, as far as is known."""
+
     def skip(self) -> None:  # noqa: B027
         """A boundary without an update: gradients overflowed, or their norm is a spike."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..devices import total_memory
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
 from .masters import MasterRule
@@ -23,6 +24,9 @@ _BY_PARAMETER = (
 
 _BY_MATRIX = {"Adafactor", "Muon"}
 """Optimizers that need a whole parameter, not a shard of it."""
+
+STEPPED = LOW_PRECISION | {torch.float32}
+"""Dtypes of parameters whose state is float32."""
 
 WHY = "offload, float16 or bfloat16 parameters"
 WAY_OUT = (
@@ -84,6 +88,8 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             f"{name} has a parameter twice, expected each once. Name it once, or use "
             "step_mode='sync' without offload, without AsyncOptimizer, and float32 parameters."
         )
+    if masters.on_host:
+        _refuse_offload(optimizer, masters, params)
     if name in _BY_MATRIX and any(hasattr(p, "to_local") for p in params):
         raise UnsupportedError(
             f"{name} may need more of a parameter than this rank's shard, and collectives stay on "
@@ -123,6 +129,34 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
         raise UnsupportedError(
             f"{name} has parameters of {', '.join(map(str, others))}, expected float32 or less, "
             f"and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
+        )
+
+
+def _refuse_offload(optimizer: Optimizer, masters: MasterRule, params: Sequence[Tensor]) -> None:
+    """Raise ``UnsupportedError`` where state cannot pass through the device in stretches."""
+    name, groups = type(optimizer).__name__, optimizer.param_groups
+    found = [key for key in ("capturable", "differentiable") if any(g.get(key) for g in groups)]
+    devices = list(dict.fromkeys(str(p.device) for p in params))
+    others = list(dict.fromkeys(str(p.dtype) for p in params if p.dtype not in STEPPED))
+    total = total_memory(params[0].device) if params else None
+    reason = ""
+    if name in _BY_MATRIX:
+        reason = f"{name} needs whole matrices, expected an elementwise optimizer such as AdamW"
+    elif found:
+        reason = f"{name} has {found[0]}=True, expected False"
+    elif len(devices) > 1:
+        reason = f"{name} has parameters on {' and '.join(devices)}, expected one device"
+    elif others:
+        reason = f"{name} has parameters of {', '.join(others)}, expected floats of 32 or 16 bits"
+    elif total is not None and masters.kept > total:
+        budget, has = masters.kept / 2**30, total / 2**30
+        reason = (
+            f"offload_budget is {budget:.2f} GiB, expected less than the device's {has:.2f} GiB"
+        )
+    if reason:
+        raise UnsupportedError(
+            f"offload='cpu': {reason}: state is copied to the device stretch by stretch. Change "
+            "that, or leave offload at 'none'."
         )
 
 

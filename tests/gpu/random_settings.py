@@ -33,6 +33,10 @@ from history_operations import draw, play
 from history_reference import Setup
 
 from accel_scaler.integrations import cpu_float16
+from accel_scaler.optimizer_step import offloaded
+
+BLOCKS = (16, 64, 4096)
+"""Elements of a stretch of offloaded state: a piece of a parameter, some parameters, or all."""
 
 DELAYS = [(0.0, 0, 0.0, 0), (0.1, 300, 0.1, 300), (0.0, 0, 0.5, 3000), (0.3, 1000, 0.0, 0)]
 """How probable and how long, in us: on the stream that trains, on side streams."""
@@ -86,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
         r = random.Random(f"{seed}/{number}")
         setup, calls = draw(r, on_device=True)
+        offloaded.SMALLEST_BLOCK, offloaded.BLOCKS = r.choice(BLOCKS), 1 << 30
         calls = [call for call in calls if call[0] not in arguments.without.split(",")]
         with quiet():
             wrong = failure(setup, calls, r.choice(DELAYS), seen)

@@ -131,6 +131,8 @@ PROGRAMS: tuple[Program, ...] = (
 @each_kept
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_gives_what_it_gives_on_a_cpu(program: Program, kept: dict[str, Any]) -> None:
+    if "offload" in kept and program in (submitted, submitted_from_a_stream):
+        pytest.skip("refused: test_submit_is_refused_with_offload")
     # Real kernels round a float16 product otherwise, which AdamW makes a step of full length.
     assert_as_on_a_cpu(program, make=adamw if is_simulated() else sgd, **kept)
 

@@ -536,6 +536,8 @@ class Player:
         """``scaler.unscale_``, torch's clip and ``scaler.step``, here or given to ``submit()``."""
         if self.attached or not self.may_end or self.clips or (self.low and not submitted):
             return False
+        if submitted and self.setup.offload == "cpu" and self.device != "cpu":
+            return False  # which is refused
         optimizer, scaler = self.ours.optimizer, self.ours.scaler
 
         def clip(params: list[Tensor]) -> Any:
@@ -935,7 +937,8 @@ def draw(r: random.Random, on_device: bool = False) -> tuple[Setup, list[Call]]:
     dtypes = [*sorted(DTYPES), *["bfloat16"] * 3 * (precision != "fp16")]
     setup = Setup(
         mode=r.choice(MODES),
-        offload=r.choice(("none", "cpu")) if on_device else "none",
+        offload=r.choice(("none", "cpu", "cpu")) if on_device else "none",
+        budget=r.choice(("auto", "auto", 0, 200, "2KiB")) if on_device else "auto",
         attached=attached,
         optimizer=r.choice(sorted(OPTIMIZERS)),
         dtype="float32" if stock else r.choice(dtypes),

@@ -83,6 +83,7 @@ class Raw:
         setup = self.setup
         return {
             "offload": setup.offload,
+            "offload_budget": setup.budget,
             "master_weights": setup.masters,
         }
 

@@ -41,6 +41,8 @@ class Setup(Short):
     mode: str = "overlap"
     offload: str = "none"
     """On a device."""
+    budget: int | str = "auto"
+    """``offload_budget``."""
     attached: bool = False
     """An attached accelerator; else one ``AsyncOptimizer``."""
     optimizer: str = "sgd"
@@ -213,7 +215,7 @@ class PlainTorch:
         """Of the open window, whose gradients may be made again."""
 
     def has_master(self, p: Tensor) -> bool:
-        may = self.setup.offload == "cpu" or (p.dtype in LOW and not self.setup.in_place)
+        may = p.dtype in LOW and not self.setup.in_place
         return may and (p.requires_grad or p in self.lasting)
 
     def keeps(self, params: Sequence[Tensor]) -> bool:

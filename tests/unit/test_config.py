@@ -52,6 +52,10 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "max_consecutive_skips": ((None, 1, 100), NO_COUNT),
     "step_mode": (("sync", "overlap"), ("", "SYNC", "async", None, 1)),
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
+    "offload_budget": (
+        ("auto", 0, 2**40, "6GiB", "500 MB", "1.5G", "0"),
+        (True, None, -1, 1.5, "", "all", "-1GiB", "6 gibs", 2**53),
+    ),
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
     "sharded": ((True, False), NO_SWITCH),
     "telemetry": ((None, "run.jsonl", "out/{rank}.jsonl"), (1, True, b"a")),

@@ -75,7 +75,7 @@ EVERY = ScalerConfig(
     init_scale=512.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=9, enabled=False,
     min_scale=2.0, max_scale=2.0**17, hysteresis=4, max_consecutive_skips=6, step_mode="overlap",
     skip_nonfinite=False, skip_norm_above="4.5x",
-    offload="cpu", master_weights="fp32",
+    offload="cpu", offload_budget="6GiB", master_weights="fp32",
     telemetry="a b.jsonl", underflow_interval=7, log_values=False,
     find_overflow="replay",
     sharded=True, heal=True, on_overflow="retry", growth_headroom=False,

@@ -77,7 +77,7 @@ def test_the_rule() -> None:
     assert rule(master_weights="none") == []
     for scaled in (True, False):
         assert rule(offload="cpu", enabled=scaled) == [HALF, BRAIN]
-        assert rule("cuda", offload="cpu", enabled=scaled) == [HALF, BRAIN, FULL]
+        assert rule("cuda", offload="cpu", enabled=scaled) == [HALF, BRAIN]
 
 
 def test_none_contradicts_offload() -> None:

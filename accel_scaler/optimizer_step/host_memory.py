@@ -1,0 +1,115 @@
+"""Pinned host memory in which masters and optimizer state rest between steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import pinned_zeros
+from ..errors import UnsupportedError
+from .arena import Arena
+from .ring import copy_streams
+
+
+class HostArena(Arena):
+    """An arena whose memory is the host's, pinned: one flat buffer for each key.
+
+    Args:
+        device: where the parameters are.
+        targets, has_masters: see :class:`Arena`.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], device: torch.device, has_masters: bool) -> None:
+        super().__init__(targets, torch.device("cpu"), has_masters)
+        self.used_on = device
+        self.memory: dict[str, Tensor] = {}
+
+    def reserve(self, key: str) -> Tensor:
+        """The buffer of ``key``, float32; zeros at first. Raises ``UnsupportedError`` where there
+        is not enough memory."""
+        if key not in self.memory:
+            length = self.end(-1)
+            try:
+                self.memory[key], unpin = pinned_zeros(length, self.used_on)
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"offload='cpu': {length * 4 / 2**30:.2f} GiB of host memory cannot be had for "
+                    f"{key!r} of {len(self.lengths)} parameters ({error}). AdamW's state takes 8 "
+                    "bytes a parameter, 12 with float32 masters. Free host memory, train fewer "
+                    "parameters, or leave offload at 'none'."
+                ) from error
+            # Whoever drops the arena does not know whether a copy is under way.
+            weakref.finalize(
+                self, _release, self.memory[key], copy_streams(self.used_on), unpin
+            ).atexit = False
+        return self.memory[key]
+
+    def allocate(self, slots: range, key: str) -> list[Tensor]:
+        """The places of neighbours in the buffer of ``key``."""
+        memory = self.reserve(key)
+        return [self.view(memory, slot) for slot in slots]
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of the buffers, which each write to a view of them raises."""
+        return [memory._version for memory in self.memory.values()]
+
+
+def _release(memory: Tensor, streams: Sequence[Any], unpin: Callable[[], object] | None) -> None:
+    """Let ``memory`` go once the copies of ``streams`` have ended."""
+    for stream in streams:
+        stream.synchronize()
+    if unpin is not None:
+        unpin()
+    del memory
+
+
+class WaitingState(defaultdict[Any, Any]):
+    """``optimizer.state``, where copies to host memory may be under way: reads wait for them.
+
+    Args:
+        rest: called before each read; held weakly.
+        entries: the state.
+    """
+
+    def __init__(self, rest: Callable[[], object], entries: dict[Any, Any]) -> None:
+        super().__init__(dict, dict.items(entries))
+        self._rest = weakref.WeakMethod(rest)
+
+    def _wait(self) -> None:
+        rest = self._rest()
+        if rest is not None:
+            rest()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._wait()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._wait()
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._wait()
+        return super().get(key, default)
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def pop(self, *args: Any) -> Any:
+        self._wait()
+        return super().pop(*args)
+
+    def __reduce__(self) -> Any:
+        self._wait()
+        return defaultdict, (dict, dict(dict.items(self)))

@@ -1,0 +1,622 @@
+"""A replica whose masters and state rest in host memory and are stepped on the device.
+
+Of the parameters' memory nothing moves. Masters and state lie in host arenas, cut into *stretches*:
+some parameters, or a piece of a large one. At the step one stretch after the other passes through
+a :class:`Ring`, and the optimizer's own ``step()`` runs on views of the slot, so its numbers are
+those of a step without offload. Some stretches may be up already: in the backward before the step
+they are loaded into memory that activations have left (:class:`Room`). Their copies down run
+beside the next forward.
+
+    up         0 1 2 ·  ·  3 4 5         (0 1 2: early, in the backward)
+    training   backward · 0 1 2 3 4 5 · forward
+    down                    0 1 2 3 4 5
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ..devices import is_capturing
+from ..models import inert, is_compiled, is_in_backward, untraced
+from ..scaling import DeferredUnscale, local
+from .arena import ALIGNED, flat, is_dense
+from .blocks import DEVICE_BLOCK, rule_of
+from .host_memory import HostArena, WaitingState
+from .masters import MASTER, MasterRule, ParameterPair
+from .replica import Part, Replica, exact
+from .ring import COUNT, Block, Ring, Slot
+from .room import Room
+
+BLOCKS, SMALLEST_BLOCK = 32, 1 << 20
+"""About how many stretches there are, and the elements that one has at least."""
+
+LOOKS = 32
+"""Moments of a backward at which stretches may come up, at most: each costs a look."""
+
+FORWARD, FIRST = 1 << 10, 1 << 11
+"""Added to the number of a look: it is in a forward, which is the first after a step."""
+
+WRONG = 2
+"""Backwards without a step after them, after which none is taken for a window's last any more."""
+
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of state with one number a parameter, which stay where the optimizer reads them."""
+
+
+class Stretch(Block):
+    """Some parameters of a part, or a piece of one, in one host arena."""
+
+    def __init__(self, part: Part, arena: HostArena, places: range, piece: slice | None) -> None:
+        first, last = (part.pairs[place].slot for place in (places[0], places[-1]))
+        begin, end = arena.offsets[first], arena.end(last)
+        if piece is not None:
+            begin, end = begin + piece.start, begin + piece.stop
+        super().__init__(begin, end - begin)
+        self.part, self.arena, self.places, self.piece = part, arena, places, piece
+        self.keys: list[str] = []
+        """What there is of it in host memory, at this step."""
+
+    def homes(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Its host memory, shape (length,) for each key."""
+        end = self.begin + self.length
+        return {key: self.arena.memory[key][self.begin : end] for key in keys}
+
+    def view(self, memory: Tensor, pair: ParameterPair) -> Tensor:
+        """A parameter's view, or that of its piece, of memory that begins where this does."""
+        if self.piece is not None:
+            return memory
+        return self.arena.view(memory, pair.slot, self.begin)
+
+
+@dataclass
+class Loaded:
+    """A stretch that is in a slot, and the versions of its arena then."""
+
+    slot: Slot
+    versions: list[int]
+
+
+class OffloadedReplica(Replica):
+    """As :class:`Replica`, with state in host memory. Its methods are for the training thread."""
+
+    def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
+        self._ring: Ring | None = None
+        self._room: Room | None = None
+        self._hooks: list[Any] = []
+        self._loaded: dict[Stretch, Loaded] = {}
+        self._queue: deque[Stretch] = deque()
+        """Stretches of this step that are not loaded yet."""
+        self._wrong = 0
+        self._is_stepping = self._is_announced = self._looks_in_forward = False
+        self._is_first = True
+        """The next forward is the first after a step."""
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.may_come_early = False
+        """A model is watched: what came up in vain is dropped before its next forward."""
+        self._is_last = True
+        """The next backward is a window's last, as far as is known."""
+        super().__init__(optimizer, masters)
+
+    # Parts, and where they lie.
+
+    def let_go(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._ring is not None:
+            self.rest()
+        state = self.optimizer.state
+        if isinstance(state, WaitingState):
+            self.optimizer.state = defaultdict(dict, dict.items(state))
+        self._stretches: dict[Part, list[Stretch]] = {}
+        super().let_go()
+
+    def follow(self) -> bool:
+        if self.is_current():
+            return False
+        if self._ring is not None:
+            self.take_edits()  # while samples are of the memory where the parameters were
+            self.take_noted_edits()
+        changed = super().follow()
+        own = [pair for pair in self.pairs if pair.is_offloaded]
+        if not own:
+            return changed
+        rule, device = rule_of(self.optimizer), own[0].target.device
+        if self._ring is None or self._ring.device != device:
+            self._ring = Ring(device)
+            self._room = Room(device) if self.masters.budget != 0 else None
+        for pair in own:
+            arena = _host_arena(pair)
+            for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
+                arena.reserve(key)  # on the training thread, before the first step
+        self._guard_state()
+        self._put_hooks([pair for pair in self.ordered if pair.is_offloaded])
+        return changed
+
+    def _guard_state(self) -> None:
+        state = self.optimizer.state
+        if not isinstance(state, WaitingState) and self._ring is not None:
+            self.optimizer.state = WaitingState(self._before_read, state)
+
+    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
+        self.rest()
+        super().load_state(state_dict, masters)
+        for pair in self.pairs:
+            pair.is_edited_since = False
+        self._guard_state()
+
+    def _before_read(self) -> None:
+        if not self._is_stepping:
+            self.rest()
+
+    def size_of(self, pair: ParameterPair) -> int:
+        rule, group = rule_of(self.optimizer), self.optimizer.param_groups[pair.group]
+        keys = 2 if rule is None else len(rule.keys(group))
+        return 4 * pair.target.numel() * (keys + self.masters.takes(pair.target))
+
+    def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
+        """Parts that lie in one host arena each, then the others."""
+        own = [pair for pair in ordered if pair.is_offloaded]
+        limit = self._limit = _block_length(sum(pair.target.numel() for pair in own))
+        own.sort(key=lambda pair: pair.slot)
+        arenas: dict[Any, list[ParameterPair]] = {}
+        for pair in own:
+            arenas.setdefault(pair.arena, []).append(pair)
+        for mine in arenas.values():
+            some: list[ParameterPair] = []
+            for pair in mine:
+                if some:
+                    last, begin = some[-1], pair.arena.offsets[some[0].slot]
+                    is_next = (pair.slot, pair.group) == (last.slot + 1, last.group)
+                    if not is_next or pair.arena.end(pair.slot) - begin > limit:
+                        yield some
+                        some = []
+                some.append(pair)
+            yield some
+        yield from super()._cut([pair for pair in ordered if not pair.is_offloaded])
+
+    def _split(self) -> None:
+        self.rest()  # other stretches know nothing of copies under way
+        super()._split()
+        self._stretches = {
+            part: list(self._stretches_of(part)) for part in self.parts if is_offloaded(part)
+        }
+
+    @property
+    def _slot_length(self) -> int:
+        """Elements of a slot: as many as the largest stretch needs."""
+        every = chain.from_iterable(self._stretches.values())
+        return max(len(each.arena.memory) * (each.length + ALIGNED) for each in every)
+
+    def _stretches_of(self, part: Part) -> Iterator[Stretch]:
+        pair, arena, limit = part.pairs[0], _host_arena(part.pairs[0]), self._limit
+        length = pair.target.numel()
+        if len(part.pairs) > 1 or length <= limit or not is_dense(pair.target):
+            yield Stretch(part, arena, range(len(part.pairs)), None)
+            return
+        for begin in range(0, length, limit):
+            yield Stretch(part, arena, range(1), slice(begin, min(begin + limit, length)))
+
+    def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
+        """Move state to its places in host memory; the numbers of :data:`SCALARS` go where the
+        optimizer reads them."""
+        if not pair.is_offloaded:
+            super()._move_entry(pair, entry)
+            return
+        group = self.optimizer.param_groups[pair.group]
+        for key, value in entry.items():
+            if not isinstance(value, Tensor):
+                continue
+            value = local(value)
+            if is_moved(key, value, pair.target):
+                (home,) = pair.arena.allocate(range(pair.slot, pair.slot + 1), key)
+                if not is_same(value, home):
+                    self.rest()
+                    home.copy_(exact(key, value, group))
+                    entry[key] = home
+            elif key in SCALARS and group.get("fused"):
+                entry[key] = value.to(pair.target.device)
+            else:
+                entry[key] = value
+
+    def keys_of(self, stretch: Stretch) -> list[str]:
+        """What there is of it in host memory."""
+        state, found = self.optimizer.state, dict[str, None]()
+        for place in stretch.places:
+            pair = stretch.part.pairs[place]
+            if pair.is_master:
+                found[MASTER] = None
+            found.update(dict.fromkeys(dict.get(state, pair.param) or ()))
+        return [key for key in stretch.arena.memory if key in found]
+
+    # Copies.
+
+    def rest(self) -> None:
+        """Let all be at rest in host memory, and the newest there. Waits for copies down."""
+        self.drop()
+        if self._ring is not None:
+            self._ring.release_free()
+            self._ring.settle()
+
+    def take_noted_edits(self) -> None:
+        self.rest()
+        for pair in self.pairs:
+            if pair.is_edited_since:
+                pair.refresh()
+                pair.is_edited_since = False
+
+    def drop(self) -> None:
+        """Let go what came up and was not stepped."""
+        for each in self._loaded.values():
+            self._ring_of().release(each.slot)
+        self._loaded.clear()
+
+    def _ring_of(self) -> Ring:
+        assert self._ring is not None
+        return self._ring
+
+    def _load(self, slot: Slot, stretch: Stretch) -> None:
+        self._ring_of().load(slot, stretch, stretch.homes(stretch.keys))
+        self._loaded[stretch] = Loaded(slot, stretch.arena.versions)
+
+    def _put_hooks(self, pairs: Sequence[ParameterPair]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._looks_in_forward = [], False
+        trained = [pair.param for pair in pairs if pair.param.requires_grad]
+        chosen = trained[:: -(-len(trained) // LOOKS) or 1] if self._room is not None else []
+        for which, param in enumerate(chosen):
+            tensor: Any = param
+            call = partial(_came, weakref.ref(self), which)
+            self._hooks.append(tensor.register_post_accumulate_grad_hook(call))
+        numbers = {id(param): which for which, param in enumerate(chosen)}
+        for model in self._models:
+            for module in model.modules():
+                own = [numbers[id(p)] for p in module._parameters.values() if id(p) in numbers]
+                if own:
+                    hook = BeforeModule(self, FORWARD + own[0])
+                    self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+                    self._looks_in_forward = True
+
+    def watch(self, model: Module) -> None:
+        """Look at the memory in each forward of ``model``, unless its modules are not called one by
+        one."""
+        self.may_come_early = True
+        if not any(map(is_compiled, model.modules())):
+            self._models.add(model)
+            self._put_hooks([pair for pair in self.ordered if pair.is_offloaded])
+
+    def before_backward(self, is_last: bool) -> None:
+        """A backward is about to begin, as :class:`Stepper` says."""
+        self._note_wrong(bool(self._loaded) and self._is_last)
+        self._is_announced, self._is_last = True, is_last
+
+    def _note_wrong(self, is_wrong: bool) -> None:
+        if is_wrong:
+            self.drop()
+            self._wrong += 1
+
+    def before_forward(self, counts: bool) -> None:
+        """A watched model is about to run: drop what came up for a step that did not come.
+        ``counts``: the guess was wrong; else the model runs within a step."""
+        ring, room = self._ring, self._room
+        if room is not None and ring is not None and not self._is_stepping:
+            room.begin(ring.held, ring.made)
+            if not torch.is_grad_enabled():
+                ring.release_free()  # an evaluation has no looks of its own
+            if not self._is_announced and counts:
+                self._note_wrong(bool(self._loaded))
+            self.drop()
+
+    def module_runs(self, look: int) -> None:
+        """In a forward: let go so many of the slots that go down that the peak does not rise."""
+        ring, room = self._ring, self._room
+        if ring is None or room is None or self._is_stepping or is_in_backward() or is_capturing():
+            return
+        look += FIRST if self._is_first else 0
+        ring.release_free(room.in_forward(look, ring.held, ring.made))
+
+    def gradient_came(self, which: int) -> None:
+        """In a backward, on its thread: load what finds room."""
+        ring, room = self._ring, self._room
+        if ring is None or room is None or not self.may_come_early or is_capturing():
+            return
+        self._is_first = False
+        left = room.in_backward(which, ring.held, ring.made)
+        if left <= 0 or not self._is_last or self._wrong >= WRONG or self._is_stepping:
+            return
+        length = self._slot_length
+        with torch.no_grad():
+            for some in self._stretches.values():
+                for stretch in some:
+                    if stretch in self._loaded:
+                        continue
+                    # One slot's memory is left for what the step itself needs for a moment.
+                    if not ring.free and ring.held + 8 * length > left:
+                        return
+                    stretch.keys = self.keys_of(stretch)
+                    if stretch.keys:
+                        self._load(ring.free.pop(0) if ring.free else ring.make(length), stretch)
+
+    # The step.
+
+    def prepare(self, grads: Sequence[Tensor | None]) -> None:
+        self._is_stepping = True
+        try:
+            self._guard_state()
+            super().prepare(grads)
+            if self._ring is not None:
+                self._prepare_ring(self._ring, grads)
+        except BaseException:
+            self.give_back_state()
+            raise
+
+    def _prepare_ring(self, ring: Ring, grads: Sequence[Tensor | None]) -> None:
+        """Say which stretches are stepped, in which order, and make the slots that they lack."""
+        if self._room is not None:
+            self._room.end(ring.held, ring.made)
+        steps: list[Stretch] = []
+        for part, some in self._stretches.items():
+            if any(grad is not None for grad in grads[part.start : part.end]):
+                for stretch in some:
+                    stretch.keys = self.keys_of(stretch)
+                steps.extend(stretch for stretch in some if stretch.keys)
+        wanted = set(steps)
+        for stretch, up in list(self._loaded.items()):
+            is_current = up.versions == stretch.arena.versions and stretch in wanted
+            if not is_current or [*up.slot.views] != stretch.keys:
+                ring.free.append(self._loaded.pop(stretch).slot)
+        self._queue = deque(each for each in steps if each not in self._loaded)
+        held, length = len(ring.free) + len(self._loaded), self._slot_length
+        for number in range(held, min(COUNT, len(steps))):
+            try:
+                ring.free.append(ring.make(length))
+            except torch.OutOfMemoryError:
+                if number < 1:
+                    raise
+                break  # a smaller ring: the same numbers, with less at once
+
+    def give_back_state(self) -> None:
+        super().give_back_state()
+        if self._is_stepping:
+            self._queue.clear()
+            self._is_first = True
+            self._spot_check.note()
+            self._end_window()
+        self._is_stepping = False
+
+    def _end_window(self) -> None:
+        self.drop()
+        if self._room is not None:
+            self._room.after_step()
+        if self._ring is not None and not self._looks_in_forward:
+            self._ring.release_free()
+
+    def skip(self) -> None:
+        """A window without a step: what came up is dropped, and nothing stored."""
+        if self._ring is not None and self._room is not None:
+            self._room.end(self._ring.held, self._ring.made)
+        self._end_window()
+
+    def step_part(
+        self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
+    ) -> None:
+        if part not in self._stretches:
+            super().step_part(part, grads, deferred)
+            return
+        given, done = list(grads), set[int]()
+        for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
+            if grad is not None and grad.stride() != pair.arena.strides[pair.slot]:
+                (whole,) = self.bring([pair], [grad], deferred)
+                assert whole is not None
+                size, stride = pair.target.shape, pair.arena.strides[pair.slot]
+                given[place] = torch.empty_strided(
+                    size, stride, dtype=whole.dtype, device=whole.device
+                ).copy_(whole)
+                done.add(place)
+        before = [dict(self.copy.state.get(pair.stepped) or {}) for pair in part.pairs]
+        for stretch in self._stretches[part]:
+            self._step(stretch, given, done, deferred, before)
+        for pair, grad in zip(part.pairs, grads, strict=True):
+            pair.is_edited_since = pair.is_edited_since and grad is None
+
+    def _step(
+        self,
+        stretch: Stretch,
+        grads: Sequence[Tensor | None],
+        done: set[int],
+        deferred: DeferredUnscale,
+        before: Sequence[dict[str, Any]],
+    ) -> None:
+        """Update one stretch by the optimizer's own step. ``done``: the places of gradients that
+        nothing is deferred for. ``before``: each parameter's state before this step."""
+        places = [place for place in stretch.places if grads[place] is not None]
+        if not places:
+            return
+        ring, keys = self._ring, stretch.keys
+        assert ring is not None
+        views: dict[str, Tensor] = {}
+        if keys:
+            while self._queue and ring.free:
+                self._load(ring.free.pop(0), self._queue.popleft())
+            slot = self._loaded.pop(stretch).slot
+            ring.begin(slot)
+            views = slot.views
+        pairs = [stretch.part.pairs[place] for place in places]
+        params = [self._stepped_in(stretch, pair, views) for pair in pairs]
+        piece = stretch.piece
+        found = [grad for place in places if (grad := grads[place]) is not None]
+        pieces = [grad if piece is None else flat(grad)[piece] for grad in found]
+        due = [place not in done for place in places]
+        final = self.bring(pairs, pieces, deferred if all(due) else DeferredUnscale())
+        if any(due) and not all(due):
+            for i in [i for i, is_due in enumerate(due) if is_due]:
+                (final[i],) = self.bring(pairs[i : i + 1], pieces[i : i + 1], deferred)
+        entries = [before[place] for place in places]
+        state = self._state_in(stretch, pairs, params, entries, views)
+        given = {p: dict(own) for p, own in state.items()}
+        self._call(params, final, pairs[0].group, state)
+        for pair, p, entry in zip(pairs, params, entries, strict=True):
+            if p in state:
+                self._keep(stretch, pair, p, entry, given.get(p, {}), state[p], views)
+        if pairs[0].is_master:
+            targets = [pair.target if piece is None else flat(pair.target)[piece] for pair in pairs]
+            torch._foreach_copy_(targets, [p.detach() for p in params])
+        if keys:
+            ring.store(slot, stretch, stretch.homes(keys))
+
+    def _stepped_in(
+        self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]
+    ) -> Tensor:
+        """What is stepped of one parameter: its memory, or its master in a slot."""
+        target = pair.target if stretch.piece is None else flat(pair.target)[stretch.piece]
+        if not pair.is_master:
+            return pair.stepped if stretch.piece is None else nn.Parameter(target)
+        master = stretch.view(views[MASTER], pair)
+        if pair.is_edited_since:
+            is_same = master.to(target.dtype) == target
+            master.copy_(torch.where(is_same, master, target.float()))
+        return nn.Parameter(master)
+
+    def _state_in(
+        self,
+        stretch: Stretch,
+        pairs: Sequence[ParameterPair],
+        params: Sequence[Tensor],
+        entries: Sequence[dict[str, Any]],
+        views: dict[str, Tensor],
+    ) -> dict[Any, dict[str, Any]]:
+        """State for one call of the step: views of the slot, and numbers."""
+        state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        for pair, p, entry in zip(pairs, params, entries, strict=True):
+            own = {}
+            for key, value in entry.items():
+                if key in views:
+                    value = stretch.view(views[key], pair)
+                elif stretch.piece is not None and isinstance(value, Tensor):
+                    value = value.clone()  # each piece counts the step for itself
+                own[key] = value
+            if own:
+                state[p] = own
+        return state
+
+    def _call(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        number: int,
+        state: dict[Any, dict[str, Any]],
+    ) -> None:
+        copy, groups, states = self.copy, self.copy.param_groups, self.copy.state
+        copy.param_groups = [{**groups[number], "params": list(params)}]
+        copy.state = state
+        try:
+            for p, grad in zip(params, grads, strict=True):
+                if grad is not None and grad.dtype is not p.dtype:
+                    p.grad_dtype = grad.dtype
+                p.grad = grad
+            self.call_step(params)
+        finally:
+            copy.param_groups, copy.state = groups, states
+            for p in params:
+                p.grad = None
+
+    def _keep(
+        self,
+        stretch: Stretch,
+        pair: ParameterPair,
+        p: Tensor,
+        before: dict[str, Any],
+        given: dict[str, Any],
+        after: dict[str, Any],
+        views: dict[str, Tensor],
+    ) -> None:
+        """Note in a parameter's entry what the step has made new: the first time its tensors, which
+        are copied to host memory while the host waits, and each time its numbers.
+
+        Args:
+            p: what was stepped, of shape like its tensors of state.
+            before: the entry before this step.
+            given, after: the state that the step got, and left.
+        """
+        entry, piece = self.copy.state[pair.stepped], stretch.piece
+        for key, value in after.items():
+            if key in views and value is given.get(key):
+                continue
+            if isinstance(value, Tensor) and is_moved(key, value, p):
+                (home,) = pair.arena.allocate(range(pair.slot, pair.slot + 1), key)
+                if key in views:
+                    stretch.view(views[key], pair).copy_(value)
+                else:
+                    (home if piece is None else flat(home)[piece]).copy_(value)
+                if entry.get(key) is None or not is_same(entry[key], home):
+                    entry[key] = home
+            elif piece is None or key not in before:
+                entry[key] = value
+            elif piece.stop == pair.target.numel():  # each piece has counted the step
+                if isinstance(before[key], Tensor):
+                    before[key].copy_(value)
+                else:
+                    entry[key] = value
+
+
+class BeforeModule:
+    """A hook on a module. It refers to the replica weakly, and does nothing in a copy."""
+
+    def __init__(self, replica: OffloadedReplica, look: int) -> None:
+        self._replica, self._look = weakref.ref(replica), look
+
+    def __reduce__(self) -> Any:
+        return inert()
+
+    @untraced
+    def __call__(self, *_: object) -> None:
+        if (replica := self._replica()) is not None:
+            replica.module_runs(self._look)
+
+
+def _came(replica: weakref.ref[OffloadedReplica], which: int, _: Tensor) -> None:
+    found = replica()
+    if found is not None:
+        found.gradient_came(which)
+
+
+def _host_arena(pair: ParameterPair) -> HostArena:
+    assert isinstance(pair.arena, HostArena)
+    return pair.arena
+
+
+def is_offloaded(part: Part) -> bool:
+    return part.pairs[0].is_offloaded
+
+
+def is_moved(key: str, value: Tensor, like: Tensor) -> bool:
+    """Whether a value of state rests in host memory: it has an element for each of a parameter."""
+    return key not in SCALARS and value.is_floating_point() and value.shape == like.shape
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether they are one view of one memory."""
+    return (
+        one.device == other.device
+        and one.dtype is other.dtype
+        and one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+    )
+
+
+def _block_length(elements: int) -> int:
+    """Elements of a stretch, of so many in all; registers end there."""
+    length = min(max(elements // BLOCKS, SMALLEST_BLOCK), DEVICE_BLOCK)
+    return length // ALIGNED * ALIGNED

@@ -1,0 +1,148 @@
+"""Slots of device memory through which state in host memory passes, block after block.
+
+Three streams take part. *Up* copies a block from host memory into a slot, the training stream
+steps it there, *down* copies it back:
+
+    up        load 0   load 1   load 2   load 3   load 4
+    training           step 0   step 1   step 2   step 3
+    down                        store 0  store 1  store 2
+
+Note [Order of the streams]
+---------------------------
+A slot's memory comes from the pool of the training stream, which may still use it for what it held
+before: up waits for that stream once, when the slot is made. From then on events order all: a load
+waits until the slot's last store has ended, and the block's own, whose result it reads; the step
+waits for the load, the store for the step. When a slot is let go, the stream that it was made on
+waits for its last copy, and then uses the memory as its own. (``record_stream`` would have the
+allocator wait for the host to see that copy's end. The host is far ahead by then, so memory would
+be asked for anew.) The host waits for nothing, except in :meth:`Ring.settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import new_event, on_stream, present_stream
+from .arena import ALIGNED
+
+COUNT = 4
+"""Slots in a ring: one is stepped, two are loaded, one is stored."""
+
+
+class Block:
+    """A stretch of host memory that is copied as one: float32, shape (length,), for each key."""
+
+    def __init__(self, begin: int, length: int) -> None:
+        self.begin, self.length = begin, length
+        self.stored: Any = None
+        """The event at the end of its last store."""
+
+
+class Slot:
+    """Device memory for one block at a time."""
+
+    def __init__(self, memory: Tensor, stream: Any) -> None:
+        self.memory, self.stream = memory, stream
+        """The memory, and the stream whose pool it is from."""
+        self.views: dict[str, Tensor] = {}
+        """What is in it: for each key shape (length,)."""
+        self.loaded: Any = None
+        """The event at the end of its last load."""
+        self.stored: Any = None
+        """The event at the end of its last store."""
+
+    @property
+    def bytes(self) -> int:
+        return self.memory.nbytes
+
+
+class Ring:
+    """The slots of one optimizer, and its use of the device's two copy streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.up, self.down = copy_streams(device)
+        self.free: list[Slot] = []
+        """Slots that hold nothing; the first was stored first."""
+        self.held = self.made = 0
+        """Bytes in slots now, and of all slots ever made."""
+        self._last: Any = None
+        """The event at the end of the last store of all, until the host has waited for it."""
+
+    @property
+    def _stream(self) -> Any:
+        """The stream that this thread uses."""
+        return present_stream(self.device)
+
+    def make(self, length: int) -> Slot:
+        """A new slot for ``length`` elements, made on the stream that this thread uses. Raises
+        ``torch.OutOfMemoryError``."""
+        memory = torch.empty(length, dtype=torch.float32, device=self.device)
+        slot = Slot(memory, self._stream)
+        self.held += slot.bytes
+        self.made += slot.bytes
+        self.up.wait_stream(self._stream)
+        return slot
+
+    def load(self, slot: Slot, block: Block, sources: dict[str, Tensor]) -> None:
+        """Copy a block's memory of each key into ``slot``."""
+        space = -(-block.length // ALIGNED) * ALIGNED
+        for before in (slot.stored, block.stored):
+            if before is not None:
+                self.up.wait_event(before)
+        slot.views = {
+            key: slot.memory[i * space : i * space + block.length] for i, key in enumerate(sources)
+        }
+        with on_stream(self.up):
+            for key, source in sources.items():
+                slot.views[key].copy_(source, non_blocking=True)
+        slot.loaded = self._end_of(self.up)
+
+    def begin(self, slot: Slot) -> None:
+        """The stream that this thread uses waits for the load of ``slot``."""
+        self._stream.wait_event(slot.loaded)
+
+    def store(self, slot: Slot, block: Block, targets: dict[str, Tensor]) -> None:
+        """Copy ``slot`` to a block's memory, once the stream that this thread uses is here."""
+        self.down.wait_stream(self._stream)
+        with on_stream(self.down):
+            for key, target in targets.items():
+                target.copy_(slot.views[key], non_blocking=True)
+        slot.stored = block.stored = self._last = self._end_of(self.down)
+        self.free.append(slot)
+
+    def _end_of(self, stream: Any) -> Any:
+        event = new_event(self.device)
+        event.record(stream)
+        return event
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot's memory back to its stream, which waits for the copies first."""
+        for event in (slot.loaded, slot.stored):
+            if event is not None:
+                slot.stream.wait_event(event)
+        if slot.stream != self._stream:
+            slot.stream.wait_stream(self._stream)
+        self.held -= slot.bytes
+
+    def release_free(self, allowed: int = 0) -> None:
+        """Release free slots, the first stored first, until all slots have ``allowed`` bytes."""
+        while self.free and self.held > allowed:
+            self.release(self.free.pop(0))
+
+    def settle(self) -> None:
+        """Wait until all stores have ended: host memory may be read and written from here on."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.synchronize()
+
+
+@cache
+def copy_streams(device: torch.device) -> Sequence[Any]:
+    """The streams for copies up and down, made once: each brings an allocator pool of its own."""
+    return torch.Stream(device), torch.Stream(device)

@@ -1,0 +1,105 @@
+"""How much device memory slots may take, so that the peak of the run does not rise.
+
+Note [Room beside forward and backward]
+---------------------------------------
+The forward fills memory up to a peak, the backward gives it back. A look at some moments of both
+notes what the run itself has allocated then, ``own``, and all that was allocated from there to the
+next look, ``made``, freed or not. In between the run cannot have more than ``own + made``, whatever
+its kernels take for a moment. What that leaves below the peak is room for slots:
+
+- in the forward until the next look, where more of them are let go;
+- in the backward until the step, so the largest sum from a look to the step counts.
+
+This is so for a window no larger than one before: looks keep the largest numbers, and in a larger
+window there is no room. The peak is the allocator's own number, never reset here, since scripts
+read it, too. It is read while no slot is up, which is so in the first window. Where it rises later,
+though the window is no larger, so much less is left to slots from then on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..devices import memory_use
+
+STEP = -1
+"""The look at the begin of the step."""
+
+
+class Room:
+    """Measures the memory of one device in each window."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = self._reserve = 0
+        """Bytes: of the run's peak, and of its rises while slots were up."""
+        self._own: dict[int, int] = {}
+        """The most that the run itself had allocated at each look."""
+        self._most: dict[int, int] = {}
+        """The most that it may have had from each look to the next one."""
+        self._left: dict[int, int] = {}
+        """The room at each look of the backward."""
+        self._order: list[int] = []
+        """The looks of this forward and backward."""
+        self._last = 0, 0
+        """Of the last look: what the run itself had allocated, all it ever had."""
+        self._is_larger = False
+        """This window is larger than any before."""
+
+    def in_forward(self, look: int, held: int, made: int) -> int:
+        """The bytes that slots may keep until the next look.
+
+        Args:
+            look: the number of this moment, the same in each window.
+            held, made: bytes in slots now, and of all that were ever made.
+        """
+        most = self._most.get(look)
+        is_known = self._note(look, held, made) and most is not None
+        return self._peak - self._reserve - most if is_known and most is not None else 0
+
+    def in_backward(self, look: int, held: int, made: int) -> int:
+        """The bytes that slots may take until the step; as :meth:`in_forward`."""
+        is_known = self._note(look, held, made)
+        return self._left.get(look, 0) - self._reserve if is_known else 0
+
+    def _note(self, look: int, held: int, made: int) -> bool:
+        """Note a moment; False: nothing is known, or too little."""
+        use = memory_use(self._device)
+        if use is None:
+            return False
+        own, ever = use.now - held, use.ever - made
+        if self._order:
+            before, (had, until) = self._order[-1], self._last
+            self._most[before] = max(had + ever - until, self._most.get(before, 0))
+        self._is_larger = self._is_larger or own > self._own.get(look, own)
+        self._own[look] = max(own, self._own.get(look, 0))
+        self._order.append(look)
+        self._last = own, ever
+        return not self._is_larger
+
+    def begin(self, held: int, made: int) -> None:
+        """A forward begins."""
+        if self._order:
+            self._note(STEP, held, made)
+        self._order = []
+
+    def end(self, held: int, made: int) -> None:
+        """The step begins, or the window is skipped."""
+        if not self._order:
+            return
+        self._note(STEP, held, made)
+        most = self._own[STEP]
+        for look in reversed(self._order[:-1]):
+            most = max(most, self._most[look])
+            self._left[look] = self._peak - most
+        self._order = []
+
+    def after_step(self) -> None:
+        """The step has ended."""
+        use = memory_use(self._device)
+        if use is not None and use.peak > self._peak + self._reserve:
+            if self._is_larger or not self._peak:
+                self._peak = use.peak
+            else:
+                self._reserve = use.peak - self._peak
+        self._is_larger = False

@@ -347,7 +347,7 @@ class OffloadedReplica(Replica):
                         return
                     stretch.keys = self.keys_of(stretch)
                     if stretch.keys:
-                        self._load(ring.free.pop(0) if ring.free else ring.make(length), stretch)
+                        self._load(ring.take(length) or ring.make(length), stretch)
 
     # The step.
 
@@ -378,7 +378,11 @@ class OffloadedReplica(Replica):
             if not is_current or [*up.slot.views] != stretch.keys:
                 ring.free.append(self._loaded.pop(stretch).slot)
         self._queue = deque(each for each in steps if each not in self._loaded)
-        held, length = len(ring.free) + len(self._loaded), self._slot_length
+        length = self._slot_length
+        for slot in [slot for slot in ring.free if slot.memory.numel() < length]:
+            ring.free.remove(slot)
+            ring.release(slot)
+        held = len(ring.free) + len(self._loaded)
         for number in range(held, min(COUNT, len(steps))):
             try:
                 ring.free.append(ring.make(length))

@@ -89,6 +89,15 @@ class Ring:
         self.up.wait_stream(self._stream)
         return slot
 
+    def take(self, length: int) -> Slot | None:
+        """A free slot for ``length`` elements, the first stored first; smaller ones are let go."""
+        while self.free:
+            slot = self.free.pop(0)
+            if slot.memory.numel() >= length:
+                return slot
+            self.release(slot)
+        return None
+
     def load(self, slot: Slot, block: Block, sources: dict[str, Tensor]) -> None:
         """Copy a block's memory of each key into ``slot``."""
         space = -(-block.length // ALIGNED) * ALIGNED

@@ -25,6 +25,10 @@ from ..devices import memory_use
 STEP = -1
 """The look at the begin of the step."""
 
+TOLERANCE = 256
+"""A window is larger than one before if at some look it has more by this part of the peak: a script
+may keep its losses."""
+
 
 class Room:
     """Measures the memory of one device in each window."""
@@ -37,8 +41,8 @@ class Room:
         """The most that the run itself had allocated at each look."""
         self._most: dict[int, int] = {}
         """The most that it may have had from each look to the next one."""
-        self._left: dict[int, int] = {}
-        """The room at each look of the backward."""
+        self._ahead: dict[int, int] = {}
+        """The most that it may have had from each look of the backward to the step."""
         self._order: list[int] = []
         """The looks of this forward and backward."""
         self._last = 0, 0
@@ -59,8 +63,9 @@ class Room:
 
     def in_backward(self, look: int, held: int, made: int) -> int:
         """The bytes that slots may take until the step; as :meth:`in_forward`."""
-        is_known = self._note(look, held, made)
-        return self._left.get(look, 0) - self._reserve if is_known else 0
+        most = self._ahead.get(look)
+        is_known = self._note(look, held, made) and most is not None
+        return self._peak - self._reserve - most if is_known and most is not None else 0
 
     def _note(self, look: int, held: int, made: int) -> bool:
         """Note a moment; False: nothing is known, or too little."""
@@ -71,7 +76,8 @@ class Room:
         if self._order:
             before, (had, until) = self._order[-1], self._last
             self._most[before] = max(had + ever - until, self._most.get(before, 0))
-        self._is_larger = self._is_larger or own > self._own.get(look, own)
+        known = self._own.get(look, own)
+        self._is_larger = self._is_larger or own > known + self._peak // TOLERANCE
         self._own[look] = max(own, self._own.get(look, 0))
         self._order.append(look)
         self._last = own, ever
@@ -91,7 +97,7 @@ class Room:
         most = self._own[STEP]
         for look in reversed(self._order[:-1]):
             most = max(most, self._most[look])
-            self._left[look] = self._peak - most
+            self._ahead[look] = most
         self._order = []
 
     def after_step(self) -> None:

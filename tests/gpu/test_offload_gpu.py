@@ -1,0 +1,478 @@
+"""State that rests in host memory: bits, order of copies, memory, reads, refusals.
+
+The reference is the same run without offload on the same device, with float32 masters.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerators import DEVICE, KIND, adamw, fused_adamw, is_simulated, module, synchronize
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
+from accel_scaler.optimizer_step import offloaded
+from accel_scaler.optimizer_step.ring import Block, Ring, Slot
+
+STEPS, OVERFLOW = 8, 4
+WORDS = 70
+
+AUTO: dict[str, Any] = {"offload": "cpu"}
+RING: dict[str, Any] = {"offload": "cpu", "offload_budget": 0}
+KEPT: dict[str, Any] = {"offload": "cpu", "offload_budget": "8KiB"}
+
+
+def fused_sgd(params: Any) -> Any:
+    """The first step is unlike others."""
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+
+
+def amsgrad(params: Any) -> Any:
+    return torch.optim.Adam(params, lr=0.01, amsgrad=True, fused=True)
+
+
+def rmsprop(params: Any) -> Any:
+    return torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True)
+
+
+def adagrad(params: Any) -> Any:
+    """Its state is made in ``__init__``."""
+    return torch.optim.Adagrad(params, lr=0.01, initial_accumulator_value=0.1)
+
+
+def nadam(params: Any) -> Any:
+    """It has two numbers a parameter."""
+    return torch.optim.NAdam(params, lr=0.01)
+
+
+def plain_sgd(params: Any) -> Any:
+    """It has no state."""
+    return torch.optim.SGD(params, lr=0.1)
+
+
+OPTIMIZERS = (adamw, fused_adamw, fused_sgd, plain_sgd, amsgrad, rmsprop, adagrad, nadam)
+
+
+class Net(nn.Module):
+    """An embedding in some pieces, small parameters, and activations far larger than all state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+
+def words(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, WORDS, (16, 64), generator=generator).to(DEVICE)
+
+
+class Run:
+    """A loop, by hand; ``seen`` has its losses and norms."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], Any] = fused_adamw,
+        dtype: torch.dtype = torch.float32,
+        *,
+        scaled: bool = False,
+        **settings: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            net = Net()
+        self.net: Any = net.to(DEVICE, dtype)
+        self.inner = make(self.net.parameters())
+        self.scaler = GradScaler(KIND, init_scale=1024.0, growth_interval=3) if scaled else None
+        settings = {"master_weights": "auto" if "offload" in settings else "fp32"} | settings
+        self.optimizer: Any = AsyncOptimizer(
+            self.inner, self.net, scaler=self.scaler, step_mode="sync", **settings
+        )
+        self.seen: list[Any] = []
+
+    def backward(self, step: int) -> None:
+        batch = words(step)
+        loss = F.cross_entropy(self.net(batch).float().flatten(0, 1), batch.flatten())
+        self.seen.append(loss.detach())
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss * float("inf") if step == OVERFLOW else loss)
+        loss.backward()
+
+    def step(self, step: int) -> None:
+        self.backward(step)
+        self.finish()
+
+    def finish(self) -> None:
+        self.seen.append(self.optimizer.clip_grad_norm_(0.5))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[Any]:
+        """Parameters and the state dict, in lists."""
+        saved = self.optimizer.state_dict()["state"]
+        entries = [(n, k, e[k]) for n, e in sorted(saved.items()) for k in sorted(e)]
+        return [*[p.detach() for p in self.net.parameters()], *entries]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def assert_equal_runs(
+    play: Callable[[Run], object], make: Any, settings: dict[str, Any], **kind: Any
+) -> None:
+    found = []
+    for mine in ({}, settings):
+        run = Run(make, **kind, **mine)
+        play(run)
+        found.append((run.seen, run.state()))
+        run.optimizer.close()
+        found[-1] += (dict(run.inner.state_dict()["state"]),)
+    assert equal(found[0][0], found[1][0]), "losses and norms"
+    assert equal(found[0][1], found[1][1]), "parameters and state"
+    after = [[(n, sorted(e.items())) for n, e in sorted(each[2].items())] for each in found]
+    assert equal(after[0], after[1]), "the state that torch gets back"
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter is cut into pieces, or some are joined."""
+    monkeypatch.setattr(offloaded, "SMALLEST_BLOCK", 512)
+    monkeypatch.setattr(offloaded, "BLOCKS", 1 << 30)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the ring does, and where the script is."""
+    found: list[str] = []
+    load, store = Ring.load, Ring.store
+
+    def logged_load(self: Ring, slot: Slot, block: Block, sources: Any) -> None:
+        found.append("load")
+        load(self, slot, block, sources)
+
+    def logged_store(self: Ring, slot: Slot, block: Block, targets: Any) -> None:
+        found.append("store")
+        store(self, slot, block, targets)
+
+    monkeypatch.setattr(Ring, "load", logged_load)
+    monkeypatch.setattr(Ring, "store", logged_store)
+    yield found
+
+
+# Bits.
+
+
+@pytest.mark.parametrize("settings", [AUTO, RING, KEPT], ids=["auto", "ring", "kept"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_offload_equals_no_offload(make: Any, dtype: torch.dtype, settings: Any) -> None:
+    def play(run: Run) -> None:
+        for step in range(STEPS):
+            run.step(step)
+
+    assert_equal_runs(play, make, settings, dtype=dtype, scaled=dtype is torch.float16)
+
+
+def accumulates(run: Run) -> None:
+    for step in range(6):
+        run.backward(2 * step)
+        run.step(2 * step + 1)
+
+
+def freezes(run: Run) -> None:
+    for step in range(STEPS):
+        run.net.layers[2].weight.requires_grad_(step % 3 != 1)
+        run.step(step)
+
+
+def leaves_some_out(run: Run) -> None:
+    for step in range(STEPS):
+        run.backward(step)
+        if step % 2:
+            run.net.embedding.weight.grad = None
+        run.finish()
+
+
+def adds_a_group(run: Run) -> None:
+    extra = nn.Parameter(torch.ones(WORDS, device=DEVICE, dtype=run.net.head.bias.dtype))
+    for step in range(STEPS):
+        if step == 3:
+            run.optimizer.add_param_group({"params": [extra], "lr": 0.03})
+        run.backward(step)
+        if step > 2:
+            extra.grad = torch.full_like(extra, 0.01 * step)
+        run.finish()
+
+
+def edits(run: Run) -> None:
+    for step in range(STEPS):
+        run.backward(step)
+        if step == 3:
+            with torch.no_grad():
+                run.net.embedding.weight.clamp_(-0.5, 0.5)
+        if step == 5:
+            run.net.head.weight.data[::2].mul_(0.5)
+        if step == 6:
+            run.optimizer.param_groups[0]["lr"] = 0.003
+        run.finish()
+
+
+def edits_state(run: Run) -> None:
+    """Between the backward, in which it may be up already, and the step."""
+    for step in range(STEPS):
+        run.backward(step)
+        entries = run.inner.state
+        if step == 3:
+            entries[run.net.head.weight]["exp_avg"].zero_()
+        if step == 4:
+            entries[run.net.norm.weight]["exp_avg_sq"].data.mul_(2.0)
+        if step == 5:
+            del entries[run.net.layers[0].weight]
+        if step == 6:
+            entry = entries[run.net.embedding.weight]
+            entry["exp_avg"] = entry["exp_avg"].clone().neg_()
+        run.finish()
+
+
+def saves_and_loads(run: Run) -> None:
+    saved: Any = None
+    for step in range(STEPS):
+        run.backward(step)
+        if step == 3:
+            saved = copy.deepcopy((run.net.state_dict(), run.optimizer.state_dict()))
+        if step == 5:
+            run.net.load_state_dict(saved[0])
+            run.optimizer.load_state_dict(saved[1])
+        run.finish()
+
+
+def empties_the_cache(run: Run) -> None:
+    for step in range(STEPS):
+        run.backward(step)
+        torch.accelerator.empty_cache()
+        run.finish()
+
+
+def lays_gradients_out_otherwise(run: Run) -> None:
+    for step in range(STEPS):
+        run.backward(step)
+        for p in run.net.parameters():
+            if p.ndim == 2:
+                p.grad = p.grad.t().contiguous().t()
+        run.finish()
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state),
+        *(saves_and_loads, empties_the_cache, lays_gradients_out_otherwise),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_script_does_the_same_with_and_without(
+    play: Callable[[Run], None], dtype: torch.dtype
+) -> None:
+    # torch's fused kernel takes no notice of strides.
+    make = adamw if play is lays_gradients_out_otherwise else fused_adamw
+    assert_equal_runs(play, make, AUTO, dtype=dtype, scaled=dtype is torch.float16)
+
+
+@pytest.mark.parametrize("there_and_back", [(AUTO, {}), ({}, AUTO)], ids=["from", "to"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_goes_from_one_to_the_other(dtype: torch.dtype, there_and_back: Any) -> None:
+    whole = Run(dtype=dtype)
+    for step in range(STEPS):
+        whole.step(step)
+    first, second = (Run(dtype=dtype, **settings) for settings in there_and_back)
+    for step in range(4):
+        first.step(step)
+    second.net.load_state_dict(first.net.state_dict())
+    second.optimizer.load_state_dict(pickle.loads(pickle.dumps(first.optimizer.state_dict())))
+    first.optimizer.close()
+    for step in range(4, STEPS):
+        second.step(step)
+    assert equal(second.state(), whole.state())
+
+
+# What travels when.
+
+
+@pytest.mark.usefixtures("memory_counter")
+def test_state_comes_up_in_the_backward_and_its_store_is_not_awaited(log: list[str]) -> None:
+    run = Run(**AUTO)
+    for step in range(4):
+        run.step(step)
+    log.clear()
+    run.backward(4)
+    early = log.count("load")
+    assert early and "store" not in log, "some stretches come up before the step"
+    run.finish()
+    assert log.count("load") == log.count("store") == len(stretches(run))
+    assert run.optimizer._stepper.replica._ring.held, "slots still go down"
+    log.clear()
+    run.backward(5)
+    assert log.count("load") == early
+
+
+def stretches(run: Run) -> list[Any]:
+    return [each for some in run.optimizer._stepper.replica._stretches.values() for each in some]
+
+
+def test_the_ring_alone_loads_in_the_step(log: list[str]) -> None:
+    run = Run(**RING)
+    for step in range(4):
+        run.backward(step)
+        assert not log
+        run.finish()
+        most = 0
+        for what in log:
+            most += 1 if what == "load" else -1
+            assert most <= 4, "four slots"
+        log.clear()
+        assert run.optimizer._stepper.replica._ring.held == 0
+
+
+@pytest.mark.usefixtures("memory_counter")
+def test_a_skip_stores_nothing(log: list[str]) -> None:
+    run = Run(scaled=True, **AUTO)
+    for step in range(OVERFLOW):
+        run.step(step)
+    log.clear()
+    run.step(OVERFLOW)
+    assert run.optimizer.step_was_skipped and "load" in log and "store" not in log
+
+
+@pytest.mark.usefixtures("memory_counter")
+def test_after_two_wrong_guesses_nothing_comes_up_early(log: list[str]) -> None:
+    run = Run(**AUTO)
+    for step in range(4):
+        run.step(step)
+    counts = []
+    for step in range(4, 12, 2):
+        log.clear()
+        run.backward(step)  # no step follows it
+        counts.append(log.count("load"))
+        run.backward(step + 1)
+        run.finish()
+    assert counts[0] and counts[1] and not any(counts[2:])
+
+
+@pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
+@pytest.mark.parametrize("settings", [AUTO, RING], ids=["auto", "ring"])
+def test_a_read_waits_for_copies_down(settings: dict[str, Any]) -> None:
+    reference = Run()
+    for step in range(3):
+        reference.step(step)
+    p = reference.net.head.weight
+    expected = reference.inner.state[p]["exp_avg"].cpu()
+    run = Run(**settings)
+    try:
+        for step in range(3):
+            if step == 2:
+                synchronize()
+                module().set_cost(down_gbps=0.0005)
+            run.step(step)
+        assert equal(run.inner.state[run.net.head.weight]["exp_avg"], expected)
+    finally:
+        module().set_cost()
+
+
+# Memory.
+
+
+@pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_that_of_the_ring(dtype: torch.dtype) -> None:
+    peaks = []
+    for settings in (RING, AUTO):
+        run = Run(dtype=dtype, **settings)
+        gc.collect()
+        synchronize()
+        torch.accelerator.reset_peak_memory_stats(DEVICE)
+        before = torch.accelerator.memory_allocated(DEVICE)
+        for step in range(STEPS):
+            run.step(step)
+        peaks.append(torch.accelerator.max_memory_allocated(DEVICE) - before)
+        run.optimizer.close()
+        del run
+    assert peaks[1] <= peaks[0] + 512 * 64  # state dicts, and the counts of parameters
+
+
+def test_streams_are_made_once() -> None:
+    rings = [Run(**AUTO).optimizer._stepper.replica._ring for _ in range(2)]
+    assert rings[0].up is rings[1].up and rings[0].down is rings[1].down
+
+
+def test_nothing_is_left_after_closing() -> None:
+    run = Run(**AUTO)
+    for step in range(3):
+        run.step(step)
+    run.optimizer.close()
+    assert type(run.inner.state).__name__ == "defaultdict"
+    for p in run.net.parameters():
+        assert not p._post_accumulate_grad_hooks
+        assert run.inner.state[p]["exp_avg"].device == p.device
+    assert not any(m._forward_pre_hooks for m in run.net.modules())
+
+
+def test_a_model_and_an_optimizer_are_copied_and_pickled() -> None:
+    run = Run(**AUTO)
+    for step in range(3):
+        run.step(step)
+    other = copy.deepcopy(run.net)
+    assert equal([*other.parameters()], [*run.net.parameters()])
+    other(words(0)).sum().backward()
+    inner = copy.deepcopy(run.inner)
+    p = run.net.head.weight
+    (index,) = [n for n, each in enumerate(run.net.parameters()) if each is p]
+    assert equal(inner.state_dict()["state"][index]["exp_avg"], run.inner.state[p]["exp_avg"])
+    run.step(3)
+
+
+# Refusals: one line each, before anything is changed.
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "text"),
+    [
+        (lambda p: torch.optim.AdamW(p, capturable=True), {}, "capturable=True, expected False"),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), {}, "differentiable=True"),
+        (lambda p: torch.optim.Adafactor(p), {}, "Adafactor needs whole matrices"),
+        (fused_adamw, {"offload_budget": 2**50}, "offload_budget is 1048576.00 GiB, expected less"),
+    ],
+)
+def test_what_cannot_stream_is_refused(make: Any, settings: dict[str, Any], text: str) -> None:
+    net = nn.Linear(4, 4).to(DEVICE)
+    inner = make(net.parameters())
+    with pytest.raises(UnsupportedError, match=text):
+        AsyncOptimizer(inner, net, step_mode="sync", offload="cpu", **settings)
+    assert not inner.state and "step" not in vars(inner)
+
+
+def test_submit_is_refused_with_offload() -> None:
+    run = Run(**AUTO)
+    run.backward(0)
+    with pytest.raises(UnsupportedError, match="pass through the device inside"):
+        run.optimizer.submit(run.inner.step)
+    run.finish()

@@ -106,10 +106,14 @@ class MemoryUse(NamedTuple):
 
 def memory_use(device: torch.device) -> MemoryUse | None:
     """The memory in use; None where the backend does not count it. Does not synchronise."""
-    ask = getattr(torch.get_device_module(device), "memory_stats", None)
-    stats = {} if ask is None else ask(device)
-    names = [f"allocated_bytes.all.{name}" for name in ("current", "allocated", "peak")]
-    return MemoryUse(*(stats[name] for name in names)) if stats.keys() >= set(names) else None
+    module = torch.get_device_module(device)
+    names = ("current", "allocated", "peak")
+    if (ask := getattr(module, "memory_stats_as_nested_dict", None)) is not None:  # at a tenth
+        counts = ask(device)["allocated_bytes"]["all"]
+        return MemoryUse(*(counts[name] for name in names))
+    stats = module.memory_stats(device) if hasattr(module, "memory_stats") else {}
+    found = [stats[key] for name in names if (key := f"allocated_bytes.all.{name}") in stats]
+    return MemoryUse(*found) if len(found) == len(names) else None
 
 
 def total_memory(device: torch.device) -> int | None:

@@ -98,7 +98,8 @@ class OffloadedReplica(Replica):
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
         self._wrong = 0
-        self._is_stepping = self._is_announced = self._looks_in_forward = False
+        """How often a forward came where a step was expected."""
+        self._is_stepping = self._looks_in_forward = False
         self._is_first = True
         """The next forward is the first after a step."""
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -299,25 +300,19 @@ class OffloadedReplica(Replica):
 
     def before_backward(self, is_last: bool) -> None:
         """A backward is about to begin, as :class:`Stepper` says."""
-        self._note_wrong(bool(self._loaded) and self._is_last)
-        self._is_announced, self._is_last = True, is_last
-
-    def _note_wrong(self, is_wrong: bool) -> None:
-        if is_wrong:
-            self.drop()
-            self._wrong += 1
+        self._is_last = is_last
 
     def before_forward(self, counts: bool) -> None:
         """A watched model is about to run: drop what came up for a step that did not come.
         ``counts``: the guess was wrong; else the model runs within a step."""
         ring, room = self._ring, self._room
-        if room is not None and ring is not None and not self._is_stepping:
-            room.begin(ring.held, ring.made)
-            if not torch.is_grad_enabled():
-                ring.release_free()  # an evaluation has no looks of its own
-            if not self._is_announced and counts:
-                self._note_wrong(bool(self._loaded))
-            self.drop()
+        if ring is None or room is None or self._is_stepping:
+            return
+        room.begin()
+        if not torch.is_grad_enabled():
+            ring.release_free()  # an evaluation has no looks of its own
+        self._wrong += bool(self._loaded) and counts
+        self.drop()
 
     def module_runs(self, look: int) -> None:
         """In a forward: let go so many of the slots that go down that the peak does not rise."""
@@ -325,7 +320,10 @@ class OffloadedReplica(Replica):
         if ring is None or room is None or self._is_stepping or is_in_backward() or is_capturing():
             return
         look += FIRST if self._is_first else 0
-        ring.release_free(room.in_forward(look, ring.held, ring.made))
+        if not torch.is_grad_enabled() or (not ring.free and room.knows(look)):
+            room.leave_out()
+        else:
+            ring.release_free(room.in_forward(look, ring.held, ring.made))
 
     def gradient_came(self, which: int) -> None:
         """In a backward, on its thread: load what finds room."""
@@ -333,8 +331,12 @@ class OffloadedReplica(Replica):
         if ring is None or room is None or not self.may_come_early or is_capturing():
             return
         self._is_first = False
+        is_wanted = self._is_last and self._wrong < WRONG and not self._is_stepping
+        if not is_wanted and room.knows(which):
+            room.leave_out()
+            return
         left = room.in_backward(which, ring.held, ring.made)
-        if left <= 0 or not self._is_last or self._wrong >= WRONG or self._is_stepping:
+        if not is_wanted:
             return
         length = self._slot_length
         with torch.no_grad():

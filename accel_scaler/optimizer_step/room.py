@@ -45,7 +45,7 @@ class Room:
         """The most that it may have had from each look of the backward to the step."""
         self._order: list[int] = []
         """The looks of this forward and backward."""
-        self._last = 0, 0
+        self._last: tuple[int, int] | None = None
         """Of the last look: what the run itself had allocated, all it ever had."""
         self._is_larger = False
         """This window is larger than any before."""
@@ -73,7 +73,7 @@ class Room:
         if use is None:
             return False
         own, ever = use.now - held, use.ever - made
-        if self._order:
+        if self._last is not None:
             before, (had, until) = self._order[-1], self._last
             self._most[before] = max(had + ever - until, self._most.get(before, 0))
         known = self._own.get(look, own)
@@ -83,11 +83,17 @@ class Room:
         self._last = own, ever
         return not self._is_larger
 
-    def begin(self, held: int, made: int) -> None:
+    def knows(self, look: int) -> bool:
+        """Whether this moment was looked at before."""
+        return look in self._most
+
+    def leave_out(self) -> None:
+        """A moment is not looked at, so nothing is known of what was allocated until the next."""
+        self._last = None
+
+    def begin(self) -> None:
         """A forward begins."""
-        if self._order:
-            self._note(STEP, held, made)
-        self._order = []
+        self._order, self._last = [], None
 
     def end(self, held: int, made: int) -> None:
         """The step begins, or the window is skipped."""
@@ -96,9 +102,9 @@ class Room:
         self._note(STEP, held, made)
         most = self._own[STEP]
         for look in reversed(self._order[:-1]):
-            most = max(most, self._most[look])
+            most = max(most, self._most.get(look, 0))
             self._ahead[look] = most
-        self._order = []
+        self.begin()
 
     def after_step(self) -> None:
         """The step has ended."""

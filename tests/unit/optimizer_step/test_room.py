@@ -1,0 +1,104 @@
+"""The room for slots, over windows whose memory is written down here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_scaler.devices import MemoryUse
+from accel_scaler.optimizer_step import room as room_module
+from accel_scaler.optimizer_step.room import Room
+
+
+class Allocator:
+    """Counts as torch's allocators do."""
+
+    def __init__(self) -> None:
+        self.now = self.ever = self.peak = 0
+
+    def take(self, size: int) -> None:
+        self.now += size
+        self.ever += size
+        self.peak = max(self.peak, self.now)
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+    def use(self, device: torch.device) -> MemoryUse:
+        return MemoryUse(self.now, self.ever, self.peak)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    found = Allocator()
+    monkeypatch.setattr(room_module, "memory_use", found.use)
+    return found
+
+
+def window(room: Room, memory: Allocator, size: int = 1000, take: bool = False) -> list[int]:
+    """Four layers whose activations have ``size`` bytes each, and a tenth for a moment; slots take
+    all the room there is, if they ``take`` it. Returns the room at each look of the backward."""
+    found, held, made = [], 0, 0
+    room.begin()
+    for layer in range(4):
+        room.in_forward(100 + layer, held, made)
+        memory.take(size)
+    for layer in range(4):
+        memory.take(size // 10)
+        memory.free(size + size // 10)
+        found.append(room.in_backward(layer, held, made))
+        if take and found[-1] > held:
+            memory.take(found[-1] - held)
+            made += found[-1] - held
+            held = found[-1]
+    room.end(held, made)
+    memory.free(held)
+    room.after_step()
+    return found
+
+
+def test_slots_take_what_activations_have_left(memory: Allocator) -> None:
+    room = Room(torch.device("cpu"))
+    assert window(room, memory) == [0, 0, 0, 0], "nothing is known yet"
+    peak = memory.peak
+    for _ in range(5):
+        assert window(room, memory, take=True) == [1000, 2000, 3000, 4100]
+    assert memory.peak == peak
+
+
+def test_a_larger_window_is_only_measured(memory: Allocator) -> None:
+    room = Room(torch.device("cpu"))
+    window(room, memory)
+    assert window(room, memory, 2000, take=True) == [0, 0, 0, 0]
+    peak = memory.peak
+    assert window(room, memory, 2000, take=True) == [2000, 4000, 6000, 8200]
+    assert window(room, memory, 1000, take=True) == [2000, 4000, 6000, 8200]
+    assert memory.peak == peak
+
+
+def test_a_peak_that_has_risen_leaves_less(memory: Allocator) -> None:
+    room = Room(torch.device("cpu"))
+    window(room, memory)
+    memory.peak += 300
+    window(room, memory, take=True)
+    assert window(room, memory, take=True) == [700, 1700, 2700, 3800]
+
+
+def test_the_forward_lets_slots_stay_until_the_next_look(memory: Allocator) -> None:
+    room = Room(torch.device("cpu"))
+    window(room, memory)
+    room.begin()
+    found = []
+    for layer in range(4):
+        found.append(room.in_forward(100 + layer, 0, 0))
+        memory.take(1000)
+    assert found == [3100, 2100, 1100, 0]
+
+
+def test_nothing_is_known_where_the_backend_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Room(torch.device("cpu"))
+    monkeypatch.setattr(room_module, "memory_use", lambda device: None)
+    for _ in range(2):
+        assert room.in_forward(100, 0, 0) == room.in_backward(0, 0, 0) == 0
+        room.end(0, 0)
+        room.after_step()

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_scaler import AsyncOptimizer
+from accel_scaler import attach, detach
 
 LENGTH = 2048
 """Tokens in a sequence."""
@@ -121,28 +122,32 @@ def run(
 ) -> Cell:
     """Train; seconds are of the median step after the first ones."""
     module = torch.get_device_module(device)
+    accelerator = Accelerator(gradient_accumulation_steps=micro_batches)
+    attach(accelerator, **(settings or {"master_weights": "fp32"}))
     with torch.device(device):
         model = Model(*sizes).to(dtype)
         batch = torch.zeros(tokens // LENGTH, LENGTH, dtype=torch.long)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    masters = "auto" if settings else "fp32"
-    optimizer = AsyncOptimizer(inner, model, step_mode="sync", master_weights=masters, **settings)
+    model, optimizer = accelerator.prepare(model, inner)
     module.synchronize()
     module.reset_peak_memory_stats()
     times = []
     for _ in range(WARM_UP + steps):
         start = time.perf_counter()
         for _ in range(micro_batches):
-            (model(batch) / micro_batches).backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        float(batch.sum())  # as a loss that is logged
+            with accelerator.accumulate(model):
+                loss = model(batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        float(loss)  # as a script that logs it
         times.append(time.perf_counter() - start)
     peak, elements = module.max_memory_allocated(), sum(p.numel() for p in model.parameters())
     state = elements * (8 if dtype is torch.float32 else 12)
-    optimizer.close()
-    del model, inner, optimizer
+    detach(accelerator)
+    del model, inner, optimizer, accelerator
     gc.collect()
     module.empty_cache()
     return Cell(statistics.median(times[WARM_UP:]), peak, state)

@@ -110,6 +110,17 @@ class WaitingState(defaultdict[Any, Any]):
         self._wait()
         return super().pop(*args)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._wait()
+        return super().setdefault(key, default)
+
+    def copy(self) -> Any:
+        """A plain one."""
+        self._wait()
+        return defaultdict(dict, dict.items(self))
+
+    __copy__: Any = copy
+
     def __reduce__(self) -> Any:
         self._wait()
         return defaultdict, (dict, dict(dict.items(self)))

@@ -14,6 +14,7 @@ beside the next forward.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -97,8 +98,11 @@ class OffloadedReplica(Replica):
         self._loaded: dict[Stretch, Loaded] = {}
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
-        self._wrong = 0
-        """How often a forward came where a step was expected."""
+        self._forwards = self._forwards_before = self._wrong = 0
+        """Forwards in this window and in the last one; how often one came where a step was
+        expected."""
+        self._usual = sys.maxsize
+        """Forwards in a window, once two in a row have had the same number."""
         self._is_stepping = self._looks_in_forward = False
         self._is_first = True
         """The next forward is the first after a step."""
@@ -142,7 +146,7 @@ class OffloadedReplica(Replica):
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
                 arena.reserve(key)  # on the training thread, before the first step
         self._guard_state()
-        self._put_hooks([pair for pair in self.ordered if pair.is_offloaded])
+        self._put_hooks()
         return changed
 
     def _guard_state(self) -> None:
@@ -198,7 +202,8 @@ class OffloadedReplica(Replica):
     def _slot_length(self) -> int:
         """Elements of a slot: as many as the largest stretch needs."""
         every = chain.from_iterable(self._stretches.values())
-        return max(len(each.arena.memory) * (each.length + ALIGNED) for each in every)
+        lengths = (len(each.arena.memory) * (each.length + ALIGNED) for each in every)
+        return max(lengths, default=0)
 
     def _stretches_of(self, part: Part) -> Iterator[Stretch]:
         pair, arena, limit = part.pairs[0], _host_arena(part.pairs[0]), self._limit
@@ -271,11 +276,12 @@ class OffloadedReplica(Replica):
         self._ring_of().load(slot, stretch, stretch.homes(stretch.keys))
         self._loaded[stretch] = Loaded(slot, stretch.arena.versions)
 
-    def _put_hooks(self, pairs: Sequence[ParameterPair]) -> None:
+    def _put_hooks(self) -> None:
+        """Look at some moments of each backward and forward, also where state is kept here."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._looks_in_forward = [], False
-        trained = [pair.param for pair in pairs if pair.param.requires_grad]
+        trained = [pair.param for pair in self.ordered if pair.param.requires_grad]
         chosen = trained[:: -(-len(trained) // LOOKS) or 1] if self._room is not None else []
         for which, param in enumerate(chosen):
             tensor: Any = param
@@ -296,7 +302,7 @@ class OffloadedReplica(Replica):
         self.may_come_early = True
         if not any(map(is_compiled, model.modules())):
             self._models.add(model)
-            self._put_hooks([pair for pair in self.ordered if pair.is_offloaded])
+            self._put_hooks()
 
     def before_backward(self, is_last: bool) -> None:
         """A backward is about to begin, as :class:`Stepper` says."""
@@ -311,6 +317,8 @@ class OffloadedReplica(Replica):
         room.begin()
         if not torch.is_grad_enabled():
             ring.release_free()  # an evaluation has no looks of its own
+        else:
+            self._forwards += counts
         self._wrong += bool(self._loaded) and counts
         self.drop()
 
@@ -331,25 +339,32 @@ class OffloadedReplica(Replica):
         if ring is None or room is None or not self.may_come_early or is_capturing():
             return
         self._is_first = False
-        is_wanted = self._is_last and self._wrong < WRONG and not self._is_stepping
+        is_last = self._is_last and self._forwards >= self._usual
+        is_wanted = is_last and self._wrong < WRONG and not self._is_stepping
         if not is_wanted and room.knows(which):
             room.leave_out()
             return
         left = room.in_backward(which, ring.held, ring.made)
+        ring.release_free(left)
         if not is_wanted:
             return
+        try:
+            self._come_up(ring, left)
+        except torch.OutOfMemoryError:
+            self._wrong = WRONG  # there is room, but it is fragmented: from now on the ring alone
+
+    @torch.no_grad()
+    def _come_up(self, ring: Ring, left: int) -> None:
+        """Load stretches in the order of the step while slots have at most ``left`` bytes, less one
+        slot for what the step itself needs for a moment."""
         length = self._slot_length
-        with torch.no_grad():
-            for some in self._stretches.values():
-                for stretch in some:
-                    if stretch in self._loaded:
-                        continue
-                    # One slot's memory is left for what the step itself needs for a moment.
-                    if not ring.free and ring.held + 8 * length > left:
-                        return
-                    stretch.keys = self.keys_of(stretch)
-                    if stretch.keys:
-                        self._load(ring.take(length) or ring.make(length), stretch)
+        for stretch in chain.from_iterable(self._stretches.values()):
+            if stretch not in self._loaded:
+                if not ring.free and ring.held + 8 * length > left:
+                    return
+                stretch.keys = self.keys_of(stretch)
+                if stretch.keys:
+                    self._load(ring.take(length) or ring.make(length), stretch)
 
     # The step.
 
@@ -404,6 +419,9 @@ class OffloadedReplica(Replica):
 
     def _end_window(self) -> None:
         self.drop()
+        if self._forwards == self._forwards_before:
+            self._usual = self._forwards
+        self._forwards_before, self._forwards = self._forwards, 0
         if self._room is not None:
             self._room.after_step()
         if self._ring is not None and not self._looks_in_forward:

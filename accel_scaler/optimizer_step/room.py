@@ -84,8 +84,8 @@ class Room:
         return not self._is_larger
 
     def knows(self, look: int) -> bool:
-        """Whether this moment was looked at before."""
-        return look in self._most
+        """Whether a look at this moment would teach nothing."""
+        return look in self._most and not self._is_larger
 
     def leave_out(self) -> None:
         """A moment is not looked at, so nothing is known of what was allocated until the next."""

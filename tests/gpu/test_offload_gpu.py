@@ -380,6 +380,20 @@ def test_after_two_wrong_guesses_nothing_comes_up_early(log: list[str]) -> None:
     assert [bool(count) for count in counts] == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("memory_counter")
+def test_a_loop_that_accumulates_by_itself_is_learnt(log: list[str]) -> None:
+    run = Run(**AUTO)
+    early = []
+    for window in range(5):
+        for micro in range(3):
+            log.clear()
+            run.backward(3 * window + micro)
+            early.append("load" in log)
+        run.finish()
+    assert not any(early[:6])
+    assert early[6:] == [False, False, True] * 3
+
+
 @pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
 @pytest.mark.parametrize("settings", [AUTO, RING], ids=["auto", "ring"])
 def test_a_read_waits_for_copies_down(settings: dict[str, Any]) -> None:

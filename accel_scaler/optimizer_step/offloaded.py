@@ -96,6 +96,8 @@ class OffloadedReplica(Replica):
         self._room: Room | None = None
         self._hooks: list[Any] = []
         self._loaded: dict[Stretch, Loaded] = {}
+        self._unstored: list[ParameterPair] = []
+        """Parameters that have new values, while their masters are not stored."""
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
         self._forwards = self._forwards_before = self._wrong = 0
@@ -414,6 +416,9 @@ class OffloadedReplica(Replica):
             self._queue.clear()
             self._is_first = True
             self._spot_check.note()
+            for pair in self._unstored:  # the step has failed: their masters are of before
+                self.refresh(pair)
+            self._unstored = []
             self._end_window()
         self._is_stepping = False
 
@@ -495,10 +500,12 @@ class OffloadedReplica(Replica):
             if p in state:
                 self._keep(stretch, pair, p, entry, given.get(p, {}), state[p], views)
         if pairs[0].is_master:
+            self._unstored = pairs
             targets = [pair.target if piece is None else flat(pair.target)[piece] for pair in pairs]
             torch._foreach_copy_(targets, [p.detach() for p in params])
         if keys:
             ring.store(slot, stretch, stretch.homes(keys))
+        self._unstored = []
 
     def _stepped_in(
         self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]

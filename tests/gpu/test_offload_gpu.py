@@ -17,7 +17,7 @@ from accelerators import DEVICE, KIND, adamw, fused_adamw, is_simulated, module,
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError, attach, detach
+from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import offloaded
 from accel_scaler.optimizer_step.ring import Block, Ring, Slot
 
@@ -412,6 +412,31 @@ def test_a_read_waits_for_copies_down(settings: dict[str, Any]) -> None:
         assert equal(run.inner.state[run.net.head.weight]["exp_avg"], expected)
     finally:
         module().set_cost()
+
+
+def test_after_a_step_that_fails_masters_are_the_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(dtype=torch.float16, **AUTO)
+    for step in range(3):
+        run.step(step)
+    store, calls = Ring.store, iter(range(100))
+
+    def fails(self: Ring, slot: Slot, block: Block, targets: Any) -> None:
+        if next(calls) == 4:
+            raise RuntimeError("on purpose")
+        store(self, slot, block, targets)
+
+    monkeypatch.setattr(Ring, "store", fails)
+    run.backward(3)
+    with pytest.raises(StepError, match="on purpose"):
+        run.optimizer.step()
+    monkeypatch.setattr(Ring, "store", store)
+    run.optimizer.zero_grad()
+    saved = run.optimizer.state_dict()["state"]
+    for number, p in enumerate(run.net.parameters()):
+        assert torch.equal(saved[number]["master"].half(), p.detach().cpu())
+    run.step(4)
 
 
 # Memory.

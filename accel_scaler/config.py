@@ -229,8 +229,8 @@ class ScalerConfig:
             )
         if self.master_weights == "none" and self.offload == "cpu":
             raise ConfigError(
-                "master_weights='none' updates parameters in place, offload='cpu' updates float32 "
-                "masters; drop one of the two."
+                "master_weights='none' updates parameters in place, offload='cpu' updates 16-bit "
+                "ones through float32 masters; drop one of the two."
             )
         if self.heal and self.find_overflow == "off":
             raise ConfigError("heal=True runs a window again, which find_overflow='off' forbids.")

@@ -142,7 +142,7 @@ def run(
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        float(loss)  # as a script that logs it
+        float(loss.detach())  # as a script that logs it
         times.append(time.perf_counter() - start)
     peak, elements = module.max_memory_allocated(), sum(p.numel() for p in model.parameters())
     state = elements * (8 if dtype is torch.float32 else 12)
@@ -153,14 +153,23 @@ def run(
     return Cell(statistics.median(times[WARM_UP:]), peak, state)
 
 
-def line(device: str, dtype: torch.dtype, load: tuple[int, int], args: argparse.Namespace) -> str:
-    """One row of the table."""
+def line(
+    device: str,
+    dtype: torch.dtype,
+    load: tuple[int, int],
+    slower: float,
+    args: argparse.Namespace,
+) -> str:
+    """One row of the table. ``slower``: the factor on all times."""
 
     def cell(**settings: Any) -> Cell:
         return run(device, dtype, (args.width, args.layers), *load, args.steps, **settings)
 
     base = cell()
-    row = [f"{load[0]} x {load[1]:,}", f"{base.seconds:.3f} s, {base.peak / 2**30:.1f} GiB"]
+    row = [
+        f"{load[0]} x {load[1]:,}",
+        f"{base.seconds / slower:.3f} s, {base.peak / 2**30:.1f} GiB",
+    ]
     for budget in (0, "auto", base.state // 2):
         found = cell(offload="cpu", offload_budget=budget)
         row.append(f"{base.seconds / found.seconds:.2f} at {found.peak / base.peak:.2f}")
@@ -192,8 +201,8 @@ def main() -> None:
     for name, machine in (
         {each: MACHINES[each] for each in args.machine or MACHINES} if simulates else real
     ).items():
+        slower = machine.factor if simulates else 1.0
         if simulates:
-            slower = machine.factor
             module.set_cost(
                 up_gbps=machine.gbps / slower,
                 down_gbps=machine.gbps / slower,
@@ -204,7 +213,7 @@ def main() -> None:
             )
         print(f"\n{name}\n" + "  ".join(f"{each:>20}" for each in names), flush=True)
         for load in machine.loads:
-            print(line(device, dtype, load, args), flush=True)
+            print(line(device, dtype, load, slower, args), flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--train_file", type=Path, help="text file (default: the help texts of Python)")
     add("--weights", choices=DTYPES, default="fp16", help="the dtype in which the model is loaded "
         "(default: %(default)s); fp32 is for comparison")  # fmt: skip
-    add("--offload", choices=("none", "cpu"), help="where masters and optimizer state live "
+    add("--offload", choices=("none", "cpu"), help="where masters and optimizer state rest "
         "(default: ACCEL_SCALER_OFFLOAD, or none: with the model)")  # fmt: skip
     add("--step_mode", choices=("sync", "overlap"), help="when parameters are updated "
         "(default: ACCEL_SCALER_STEP_MODE, or sync)")  # fmt: skip

@@ -90,7 +90,7 @@ class Arguments:
     offload: str | None = field(
         default=None,
         metadata={
-            "help": "where masters and optimizer state live (default: ACCEL_SCALER_OFFLOAD, or "
+            "help": "where masters and optimizer state rest (default: ACCEL_SCALER_OFFLOAD, or "
             "none: with the model)",
             "choices": ["none", "cpu"],
         },

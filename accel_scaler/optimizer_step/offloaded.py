@@ -344,6 +344,7 @@ class OffloadedReplica(Replica):
         is_last = self._is_last and self._forwards >= self._usual
         is_wanted = is_last and self._wrong < WRONG and not self._is_stepping
         if not is_wanted and room.knows(which):
+            ring.release_free()
             room.leave_out()
             return
         left = room.in_backward(which, ring.held, ring.made)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OTHERS = ("ACCELERATE_", "ACCEL_SCALER_")
 """Beginnings of variables that would change a row."""
 USE_CPU, DEVICE = "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"
-ROW = "{:<22}  {:<7}  {:<45} {:<45}  {}"
+ROW = "{:<25}  {:<7}  {:<45} {:<45}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import textwrap
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
 from ..console import number
-from ..devices import device_name, present_type
+from ..devices import device_name, is_host, on_stream, pinned_zeros, present_type
 from ..errors import UnsupportedError
 from ..scaling import GradScaler
 from .training import WINDOWS, Case, Seen, Window, joined, reference, scaled_by, trained
@@ -27,9 +28,13 @@ CASES = {
     "sync is torch's": Case({}),
     "overlap is torch's": Case({"step_mode": "overlap"}, adam=True),
     "float16 weights": Case({}, weights=torch.float16),
-    "offload": Case({"offload": "cpu"}, adam=True),
 }
 """Each is trained attached, and by ``reference`` in plain torch."""
+LARGE = 2048, 3072
+"""Widths of a model whose state passes through the device in seven stretches."""
+COPIED = 256 << 20
+"""Bytes of one copy that is timed."""
+NOTHING_TO_MOVE = "no accelerator: state is in host memory anyway"
 
 
 @dataclass(frozen=True)
@@ -78,10 +83,49 @@ def beside_plain_torch(row: str) -> Result:
 
 
 def offload(row: str) -> Result:
-    """State and masters in host memory, beside plain torch."""
-    if PartialState().device.type == "cpu":
-        return Result(row, "not run", reason="there is nothing to do for a model on the CPU")
-    return beside_plain_torch(row)
+    """State in host memory beside state on the device, with float32 weights, then with float16."""
+    found = Result(row, "not run", reason=NOTHING_TO_MOVE)
+    if is_host(PartialState().device):
+        return found
+    for weights in (torch.float32, torch.float16):
+        case = Case({"offload": "cpu"}, True, weights, LARGE)
+        found = compare(row, trained(case), trained(case._replace(settings={})))
+        if found.status == "failed":
+            return replace(found, reason=f"{weights}: {found.reason}")
+    return found
+
+
+def bus(row: str) -> Result:
+    """GB/s of copies between host memory and the device, as offload makes them; ranks copy at
+    once. The best of five, after one that does not count."""
+    device = PartialState().device
+    if is_host(device):
+        return Result(row, "not run", reason=NOTHING_TO_MOVE)
+    there = [torch.zeros(COPIED // 4, device=device) for _ in range(2)]
+    host, unpin = zip(*(pinned_zeros(COPIED // 4, there[0].device) for _ in there), strict=True)
+    copies = {"up": (there[0], host[0]), "down": (host[1], there[1])}
+    streams = {way: torch.Stream(there[0].device) for way in copies}
+
+    def speed(*ways: str) -> float:
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        for way in ways:
+            with on_stream(streams[way]):
+                copies[way][0].copy_(copies[way][1], non_blocking=True)
+        for way in ways:
+            streams[way].synchronize()
+        return COPIED * len(ways) / (time.perf_counter() - start) / 1e9
+
+    try:
+        reason = "" if all(memory.is_pinned() for memory in host) else "memory that is not pinned"
+        every = [("up",), ("down",), ("up", "down")]
+        up, down, both = (max([speed(*ways) for _ in range(6)][1:]) for ways in every)
+    finally:
+        for each in filter(None, unpin):
+            each()
+    return Result(
+        row, "ok", f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}", reason=reason
+    )
 
 
 def resume(row: str) -> Result:
@@ -118,7 +162,8 @@ def ranks(row: str) -> Result:
 ROWS: dict[str, Callable[[str], Result]] = {
     "scaler is torch's": beside_torchs_scaler,
     **dict.fromkeys(CASES, beside_plain_torch),
-    "offload": offload,
+    "offload equals no offload": offload,
+    "GB/s of offload's copies": bus,
     "retry loses no batch": retried,
     "save and resume": resume,
     "ranks agree": ranks,

@@ -32,11 +32,13 @@ LIMIT = timedelta(seconds=60)
 
 
 class Case(NamedTuple):
-    """How a training runs; the settings are fields of ``ScalerConfig``."""
+    """How a training runs; the settings are fields of ``ScalerConfig``, the widths those of the
+    hidden layers."""
 
     settings: dict[str, Any]
     adam: bool = False
     weights: torch.dtype = torch.float32
+    widths: tuple[int, int] = (32, 16)
 
 
 class Window(NamedTuple):
@@ -95,12 +97,13 @@ def attached(**settings: Any) -> Iterator[Any]:
     detach(accelerator)
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(case: Case) -> nn.Sequential:
     """A network with the same weights on each call and each rank, on the device."""
+    a, b = case.widths
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        layers = [nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)]
-        return nn.Sequential(*layers).to(PartialState().device, dtype)
+        layers = [nn.Linear(8, a), nn.ReLU(), nn.Linear(a, b), nn.ReLU(), nn.Linear(b, 1)]
+        return nn.Sequential(*layers).to(PartialState().device, case.weights)
 
 
 def loss_of(model: nn.Module, window: int, micro: int) -> Tensor:
@@ -131,7 +134,7 @@ def trained(
     """An attached run of these windows; ``load`` and ``save`` are folders of checkpoints."""
     seen = []
     with attached(**(SCALE | case.settings)) as accelerator:
-        model: Any = network(case.weights)
+        model: Any = network(case)
         optimizer: Any = optimizer_of(model.parameters(), case.adam)
         schedule: Any = schedule_of(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -155,12 +158,11 @@ def trained(
 
 def reference(case: Case) -> Seen:
     """The same in plain torch: the scale's rule, float32 masters."""
-    place = torch.device("cpu") if "offload" in case.settings else PartialState().device
     seen, scale, good = [], SCALE["init_scale"], 0
     with attached() as accelerator, torch.no_grad():
-        model = accelerator.prepare(network(case.weights))
+        model = accelerator.prepare(network(case))
         params = list(model.parameters())
-        masters = [p.detach().to(place, torch.float32, copy=True) for p in params]
+        masters = [p.detach().to(torch.float32, copy=True) for p in params]
         optimizer = optimizer_of(masters, case.adam)
         schedule = schedule_of(optimizer)
         for window in range(WINDOWS):
@@ -180,7 +182,7 @@ def reference(case: Case) -> Seen:
                 scale, good = scale * (0.5 if skipped else 2.0), 0
             for master, g in zip(masters, grads, strict=True):
                 g *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
-                master.grad = None if skipped else g.to(place)
+                master.grad = None if skipped else g
             if not skipped:
                 optimizer.step()
                 for _ in range(accelerator.num_processes):  # as Accelerate's scheduler does
@@ -194,7 +196,7 @@ def reference(case: Case) -> Seen:
 def scaled_by(kind: type[GradScaler] | type[torch.amp.GradScaler]) -> Seen:
     """A loop in plain torch, in float32, with this scaler."""
     seen = []
-    model, scaler = network(), kind(PartialState().device.type, **SCALE)
+    model, scaler = network(Case({})), kind(PartialState().device.type, **SCALE)
     optimizer = optimizer_of(model.parameters())
     for window in range(WINDOWS):
         before = scaler.get_scale()

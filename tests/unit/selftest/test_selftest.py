@@ -27,7 +27,8 @@ from accel_scaler.selftest import rows
 from accel_scaler.selftest.training import joined
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NOT_HERE = {"offload", "ranks agree"}
+OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
+NOT_HERE = {OFFLOAD, BUS, "ranks agree"}
 """Rows that a single process on a CPU does not run."""
 
 
@@ -82,6 +83,34 @@ def test_a_row_holds_and_its_fault_is_told(
 
 def test_every_row_has_its_fault() -> None:
     assert list(FAULTS) == [name for name in rows.ROWS if name not in NOT_HERE]
+
+
+@pytest.mark.parametrize("row", [OFFLOAD, BUS])
+def test_a_row_of_offload_says_that_there_is_nothing_to_move(row: str) -> None:
+    with joined():
+        found = rows.attempt(row, rows.ROWS[row])
+    assert (found.status, found.got, found.reason) == ("not run", "", rows.NOTHING_TO_MOVE)
+
+
+@pytest.mark.parametrize("faulty", [None, torch.float32, torch.float16])
+def test_offload_is_compared_with_float32_and_with_float16_weights(
+    monkeypatch: pytest.MonkeyPatch, faulty: torch.dtype | None
+) -> None:
+    """As on a device, where `tests/simulated` has the row as it is."""
+    train = rows.trained
+
+    def trained(case: Any) -> Any:
+        seen = train(case)
+        is_faulty = "offload" in case.settings and case.weights is faulty
+        return seen._replace(state=seen.state + is_faulty)
+
+    monkeypatch.setattr(rows, "is_host", lambda _: False)
+    monkeypatch.setattr(rows, "trained", trained)
+    monkeypatch.setattr(rows, "LARGE", (32, 16))
+    with joined():
+        found = rows.attempt(OFFLOAD, rows.ROWS[OFFLOAD])
+    assert found.status == ("ok" if faulty is None else "failed")
+    assert found.reason.startswith("" if faulty is None else f"{faulty}: ")
 
 
 @pytest.mark.process
@@ -146,7 +175,7 @@ def test_the_command_tells_each_row_and_leaves_nothing_behind(
         assert row["status"] == ("failed" if row["row"] == fault else expected)
         assert all(row[key] in line for key in ("row", "status", "got", "expected", "reason"))
     assert (written["ok"], written["not run"], written["failed"]) == (
-        len(names) - 2 - (fault is not None), 2, int(fault is not None)
+        len(names) - 3 - (fault is not None), 3, int(fault is not None)
     )  # fmt: skip
 
 

@@ -1,0 +1,52 @@
+"""The rows of ``accel-scaler test`` that move state, on a device that reports races."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from accelerators import KIND, MISSING, is_simulated
+
+from accel_scaler.optimizer_step import offloaded
+from accel_scaler.optimizer_step.ring import Ring
+from accel_scaler.selftest import rows
+from accel_scaler.selftest.training import joined
+
+OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        bool(MISSING) or not is_simulated() or KIND != "npu",
+        reason="no simulated accelerator that Accelerate takes (SIM_NAME=npu)",
+    ),
+]
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_offload_equals_no_offload_unless_nothing_is_stored(
+    monkeypatch: pytest.MonkeyPatch, faulty: bool
+) -> None:
+    store = Ring.store
+
+    def without_copies(self: Any, slot: Any, block: Any, targets: Any) -> None:
+        store(self, slot, block, {})
+
+    monkeypatch.setattr(rows, "LARGE", (64, 64))
+    monkeypatch.setattr(offloaded, "SMALLEST_BLOCK", 512)
+    if faulty:
+        monkeypatch.setattr(Ring, "store", without_copies)
+    with joined():
+        found = rows.attempt(OFFLOAD, rows.ROWS[OFFLOAD])
+    assert found.status == ("failed" if faulty else "ok"), found
+    assert (found.got == found.expected) is not faulty
+
+
+def test_the_speed_of_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "COPIED", 1 << 20)
+    with joined():
+        found = rows.attempt(BUS, rows.ROWS[BUS])
+    assert (found.status, found.reason) == ("ok", "")
+    words = found.got.replace("at once ", "").split(", ")
+    assert [word.split()[0] for word in words] == ["up", "down", "both"]
+    assert all(float(word.split()[1]) > 0 for word in words)

@@ -42,7 +42,8 @@ def present_stream(device: torch.device) -> torch.Stream | None:
 
 
 def new_event(device: torch.device) -> Any:
-    """An event on which the host sleeps while it waits, where the backend can."""
+    """An event on which the host sleeps while it waits, where the backend can. Call ``record``
+    without a stream: a backend's own event does not know a ``torch.Stream``."""
     if device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     return torch.Event(device, blocking=True)
@@ -73,7 +74,7 @@ def as_on_stream(stream: torch.Stream | None) -> Iterator[None]:
         yield
     finally:
         event = new_event(stream.device)
-        event.record(stream)
+        event.record()
         event.synchronize()
 
 

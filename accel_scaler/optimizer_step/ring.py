@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import new_event, on_stream, present_stream
+from ..devices import on_stream, present_stream
 from .arena import ALIGNED
 
 COUNT = 4
@@ -126,7 +126,7 @@ class Ring:
         self.free.append(slot)
 
     def _end_of(self, stream: Any) -> Any:
-        event = new_event(self.device)
+        event = torch.Event(self.device)  # the class of the streams: no other knows them
         event.record(stream)
         return event
 

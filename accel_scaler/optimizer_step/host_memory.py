@@ -110,6 +110,10 @@ class WaitingState(defaultdict[Any, Any]):
         self._wait()
         return super().pop(*args)
 
+    def popitem(self) -> Any:
+        self._wait()
+        return super().popitem()
+
     def setdefault(self, key: Any, default: Any = None) -> Any:
         self._wait()
         return super().setdefault(key, default)

@@ -275,8 +275,11 @@ class OffloadedReplica(Replica):
         return self._ring
 
     def _load(self, slot: Slot, stretch: Stretch) -> None:
-        self._ring_of().load(slot, stretch, stretch.homes(stretch.keys))
-        self._loaded[stretch] = Loaded(slot, stretch.arena.versions)
+        ring = self._ring_of()
+        self._loaded[stretch] = Loaded(slot, stretch.arena.versions)  # first: Ctrl-C may come
+        if slot in ring.free:
+            ring.free.remove(slot)
+        ring.load(slot, stretch, stretch.homes(stretch.keys))
 
     def _put_hooks(self) -> None:
         """Look at some moments of each backward and forward, also where state is kept here."""
@@ -358,12 +361,14 @@ class OffloadedReplica(Replica):
 
     @torch.no_grad()
     def _come_up(self, ring: Ring, left: int) -> None:
-        """Load stretches in the order of the step while slots have at most ``left`` bytes, less one
-        slot for what the step itself needs for a moment."""
+        """Load stretches in the order of the step while slots have at most ``left`` bytes, without
+        those that the step takes for a moment: gradients in float32, and what only a fused kernel
+        does without."""
         length = self._slot_length
+        left -= 4 * length * (1 if all(g.get("fused") for g in self.optimizer.param_groups) else 2)
         for stretch in chain.from_iterable(self._stretches.values()):
             if stretch not in self._loaded:
-                if not ring.free and ring.held + 8 * length > left:
+                if not ring.free and ring.held + 4 * length > left:
                     return
                 stretch.keys = self.keys_of(stretch)
                 if stretch.keys:
@@ -415,6 +420,8 @@ class OffloadedReplica(Replica):
         super().give_back_state()
         if self._is_stepping:
             self._queue.clear()
+            if self._loaded:  # the step has failed
+                self.rest()
             self._is_first = True
             self._spot_check.note()
             for pair in self._unstored:  # the step has failed: their masters are of before
@@ -479,8 +486,8 @@ class OffloadedReplica(Replica):
         views: dict[str, Tensor] = {}
         if keys:
             while self._queue and ring.free:
-                self._load(ring.free.pop(0), self._queue.popleft())
-            slot = self._loaded.pop(stretch).slot
+                self._load(ring.free[0], self._queue.popleft())
+            slot = self._loaded[stretch].slot
             ring.begin(slot)
             views = slot.views
         pairs = [stretch.part.pairs[place] for place in places]
@@ -506,6 +513,7 @@ class OffloadedReplica(Replica):
             torch._foreach_copy_(targets, [p.detach() for p in params])
         if keys:
             ring.store(slot, stretch, stretch.homes(keys))
+            del self._loaded[stretch]
         self._unstored = []
 
     def _stepped_in(

@@ -30,6 +30,9 @@ from torch import Tensor
 from ..devices import on_stream, present_stream
 from .arena import ALIGNED
 
+GRAIN = 128
+"""Elements: allocators count in 512 bytes."""
+
 COUNT = 4
 """Slots in a ring: one is stepped, two are loaded, one is stored."""
 
@@ -55,6 +58,8 @@ class Slot:
         """The event at the end of its last load."""
         self.stored: Any = None
         """The event at the end of its last store."""
+        self.unfinished: Any = None
+        """The stream that has begun a copy, until that has its event: Ctrl-C may come between."""
 
     @property
     def bytes(self) -> int:
@@ -71,8 +76,8 @@ class Ring:
         """Slots that hold nothing; the first was stored first."""
         self.held = self.made = 0
         """Bytes in slots now, and of all slots ever made."""
-        self._last: Any = None
-        """The event at the end of the last store of all, until the host has waited for it."""
+        self.is_settled = True
+        """The host has waited for all stores."""
 
     @property
     def _stream(self) -> Any:
@@ -82,6 +87,7 @@ class Ring:
     def make(self, length: int) -> Slot:
         """A new slot for ``length`` elements, made on the stream that this thread uses. Raises
         ``torch.OutOfMemoryError``."""
+        length = -(-length // GRAIN) * GRAIN
         memory = torch.empty(length, dtype=torch.float32, device=self.device)
         slot = Slot(memory, self._stream)
         self.held += slot.bytes
@@ -90,13 +96,12 @@ class Ring:
         return slot
 
     def take(self, length: int) -> Slot | None:
-        """A free slot for ``length`` elements, the first stored first; smaller ones are let go."""
-        while self.free:
-            slot = self.free.pop(0)
-            if slot.memory.numel() >= length:
-                return slot
-            self.release(slot)
-        return None
+        """The free slot that was stored first, if it has ``length`` elements; smaller ones are let
+        go. It stays in ``free``."""
+        while self.free and self.free[0].memory.numel() < length:
+            self.release(self.free[0])
+            self.free.pop(0)
+        return self.free[0] if self.free else None
 
     def load(self, slot: Slot, block: Block, sources: dict[str, Tensor]) -> None:
         """Copy a block's memory of each key into ``slot``."""
@@ -107,22 +112,27 @@ class Ring:
         slot.views = {
             key: slot.memory[i * space : i * space + block.length] for i, key in enumerate(sources)
         }
+        slot.unfinished = self.up
         with on_stream(self.up):
             for key, source in sources.items():
                 slot.views[key].copy_(source, non_blocking=True)
-        slot.loaded = self._end_of(self.up)
+        slot.loaded, slot.unfinished = self._end_of(self.up), None
 
     def begin(self, slot: Slot) -> None:
         """The stream that this thread uses waits for the load of ``slot``."""
         self._stream.wait_event(slot.loaded)
 
     def store(self, slot: Slot, block: Block, targets: dict[str, Tensor]) -> None:
-        """Copy ``slot`` to a block's memory, once the stream that this thread uses is here."""
+        """Copy ``slot`` to a block's memory, once the stream that this thread uses is here. It is
+        free then."""
         self.down.wait_stream(self._stream)
+        slot.unfinished = self.down
         with on_stream(self.down):
             for key, target in targets.items():
                 target.copy_(slot.views[key], non_blocking=True)
-        slot.stored = block.stored = self._last = self._end_of(self.down)
+        slot.stored = block.stored = self._end_of(self.down)
+        slot.unfinished = None
+        self.is_settled = False
         self.free.append(slot)
 
     def _end_of(self, stream: Any) -> Any:
@@ -135,6 +145,8 @@ class Ring:
         for event in (slot.loaded, slot.stored):
             if event is not None:
                 slot.stream.wait_event(event)
+        if slot.unfinished is not None:
+            slot.stream.wait_stream(slot.unfinished)
         if slot.stream != self._stream:
             slot.stream.wait_stream(self._stream)
         self.held -= slot.bytes
@@ -142,13 +154,14 @@ class Ring:
     def release_free(self, allowed: int = 0) -> None:
         """Release free slots, the first stored first, until all slots have ``allowed`` bytes."""
         while self.free and self.held > allowed:
-            self.release(self.free.pop(0))
+            self.release(self.free[0])
+            self.free.pop(0)  # only now: after Ctrl-C it is let go once more
 
     def settle(self) -> None:
         """Wait until all stores have ended: host memory may be read and written from here on."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.synchronize()
+        if not self.is_settled:
+            self.down.synchronize()
+            self.is_settled = True
 
 
 @cache

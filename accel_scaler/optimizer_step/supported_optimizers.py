@@ -140,7 +140,9 @@ def _refuse_offload(optimizer: Optimizer, masters: MasterRule, params: Sequence[
     others = list(dict.fromkeys(str(p.dtype) for p in params if p.dtype not in STEPPED))
     total = total_memory(params[0].device) if params else None
     reason = ""
-    if name in _BY_MATRIX:
+    if name == "SparseAdam":
+        reason = "SparseAdam has sparse gradients, expected AdamW and Embedding(sparse=False)"
+    elif name in _BY_MATRIX:
         reason = f"{name} needs whole matrices, expected an elementwise optimizer such as AdamW"
     elif found:
         reason = f"{name} has {found[0]}=True, expected False"

@@ -31,7 +31,7 @@ LENGTH = 2048
 """Tokens in a sequence."""
 
 
-WARM_UP = 3
+WARM_UP = 4
 """Steps before the first timed one."""
 
 

@@ -256,6 +256,8 @@ class Attachment:
                 stepper.watch(model)
         for stepper in replicas:
             own_parameters(stepper)
+            if stepper.replica.masters.on_host:
+                stepper.refresh()  # memory is pinned here, on the training thread, or refused
 
     def forget(self, optimizer: Optimizer) -> None:
         """Neither step nor save ``optimizer`` any more: another one owns its parameters."""

@@ -279,14 +279,17 @@ def ours(
     *,
     look: int = -1,
     order: Callable[[list[Any]], Any] = list,
+    offload: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Result:
-    """The same with ``AsyncOptimizer``."""
+    """The same with ``AsyncOptimizer``; ``offload``: its settings for that."""
     loop, scaler = Loop(wrap, **kwargs), GradScaler("cpu", **SCALER)
     scaler = scaler if loop.scaled else GradScaler("cpu", enabled=False)
     inner = optimizer_of(kind, order(loop.params))
     schedule = schedule_of(inner)
-    with AsyncOptimizer(inner, loop.model, scaler=scaler, step_mode=step_mode) as optimizer:
+    with AsyncOptimizer(
+        inner, loop.model, scaler=scaler, step_mode=step_mode, **(offload or {})
+    ) as optimizer:
         for window in range(WINDOWS):
             loop.accumulate(scaler, window)
             if loop.scaled:

@@ -4,7 +4,7 @@ Of the parameters' memory nothing moves. Masters and state lie in host arenas, c
 some parameters, or a piece of a large one. At the step one stretch after the other passes through
 a :class:`Ring`, and the optimizer's own ``step()`` runs on views of the slot, so its numbers are
 those of a step without offload. Some stretches may be up already: in the backward before the step
-they are loaded into memory that activations have left (:class:`Room`). Their copies down run
+they are loaded into memory that activations have left (:class:`Looks`). Their copies down run
 beside the next forward.
 
     up         0 1 2 ·  ·  3 4 5         (0 1 2: early, in the backward)
@@ -14,12 +14,10 @@ beside the next forward.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,28 +26,17 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..devices import is_capturing
-from ..models import inert, is_compiled, is_in_backward, untraced
 from ..scaling import DeferredUnscale, local
 from .arena import ALIGNED, flat, is_dense
 from .blocks import DEVICE_BLOCK, rule_of
 from .host_memory import HostArena, WaitingState
+from .looks import Looks
 from .masters import MASTER, MasterRule, ParameterPair
 from .replica import Part, Replica, exact
 from .ring import COUNT, Block, Ring, Slot
-from .room import Room
 
 BLOCKS, SMALLEST_BLOCK = 32, 1 << 20
 """About how many stretches there are, and the elements that one has at least."""
-
-LOOKS = 32
-"""Moments of a backward at which stretches may come up, at most: each costs a look."""
-
-FORWARD, FIRST = 1 << 10, 1 << 11
-"""Added to the number of a look: it is in a forward, which is the first after a step."""
-
-WRONG = 2
-"""Backwards without a step after them, after which none is taken for a window's last any more."""
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state with one number a parameter, which stay where the optimizer reads them."""
@@ -93,34 +80,21 @@ class OffloadedReplica(Replica):
 
     def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
         self._ring: Ring | None = None
-        self._room: Room | None = None
-        self._hooks: list[Any] = []
+        self._looks: Looks | None = None
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._loaded: dict[Stretch, Loaded] = {}
         self._unstored: list[ParameterPair] = []
         """Parameters that have new values, while their masters are not stored."""
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
-        self._forwards = self._forwards_before = self._wrong = 0
-        """Forwards in this window and in the last one; how often one came where a step was
-        expected."""
-        self._usual = sys.maxsize
-        """Forwards in a window, once two in a row have had the same number."""
-        self._is_stepping = self._looks_in_forward = False
-        self._is_first = True
-        """The next forward is the first after a step."""
-        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.may_come_early = False
-        """A model is watched: what came up in vain is dropped before its next forward."""
-        self._is_last = True
-        """The next backward is a window's last, as far as is known."""
+        self.is_stepping = False
         super().__init__(optimizer, masters)
 
     # Parts, and where they lie.
 
     def let_go(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._looks is not None:
+            self._looks.remove()
         if self._ring is not None:
             self.rest()
         state = self.optimizer.state
@@ -142,13 +116,13 @@ class OffloadedReplica(Replica):
         rule, device = rule_of(self.optimizer), own[0].target.device
         if self._ring is None or self._ring.device != device:
             self._ring = Ring(device)
-            self._room = Room(device) if self.masters.budget != 0 else None
+            self._looks = None if self.masters.budget == 0 else Looks(self, device)
         for pair in own:
             arena = _host_arena(pair)
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
                 arena.reserve(key)  # on the training thread, before the first step
         self._guard_state()
-        self._put_hooks()
+        self._put_looks()
         return changed
 
     def _guard_state(self) -> None:
@@ -164,7 +138,7 @@ class OffloadedReplica(Replica):
         self._guard_state()
 
     def _before_read(self) -> None:
-        if not self._is_stepping:
+        if not self.is_stepping:
             self.rest()
 
     def size_of(self, pair: ParameterPair) -> int:
@@ -267,105 +241,55 @@ class OffloadedReplica(Replica):
     def drop(self) -> None:
         """Let go what came up and was not stepped."""
         for each in self._loaded.values():
-            self._ring_of().release(each.slot)
+            self.ring.release(each.slot)
         self._loaded.clear()
 
-    def _ring_of(self) -> Ring:
+    @property
+    def ring(self) -> Ring:
+        """Where some state rests in host memory."""
         assert self._ring is not None
         return self._ring
 
+    @property
+    def has_loaded_early(self) -> bool:
+        """Some stretches are up, and no step has begun."""
+        return bool(self._loaded)
+
     def _load(self, slot: Slot, stretch: Stretch) -> None:
-        ring = self._ring_of()
+        ring = self.ring
         self._loaded[stretch] = Loaded(slot, stretch.arena.versions)  # first: Ctrl-C may come
         if slot in ring.free:
             ring.free.remove(slot)
         ring.load(slot, stretch, stretch.homes(stretch.keys))
 
-    def _put_hooks(self) -> None:
-        """Look at some moments of each backward and forward, also where state is kept here."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._looks_in_forward = [], False
-        trained = [pair.param for pair in self.ordered if pair.param.requires_grad]
-        chosen = trained[:: -(-len(trained) // LOOKS) or 1] if self._room is not None else []
-        for which, param in enumerate(chosen):
-            tensor: Any = param
-            call = partial(_came, weakref.ref(self), which)
-            self._hooks.append(tensor.register_post_accumulate_grad_hook(call))
-        numbers = {id(param): which for which, param in enumerate(chosen)}
-        for model in self._models:
-            for module in model.modules():
-                own = [numbers[id(p)] for p in module._parameters.values() if id(p) in numbers]
-                if own:
-                    hook = BeforeModule(self, FORWARD + own[0])
-                    self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
-                    self._looks_in_forward = True
+    def _put_looks(self) -> None:
+        # Without a model nobody would drop what came up in vain before the next forward.
+        if self._looks is not None and self._models:
+            trained = [pair.param for pair in self.ordered if pair.param.requires_grad]
+            self._looks.put(trained, self._models)
 
     def watch(self, model: Module) -> None:
-        """Look at the memory in each forward of ``model``, unless its modules are not called one by
-        one."""
-        self.may_come_early = True
-        if not any(map(is_compiled, model.modules())):
-            self._models.add(model)
-            self._put_hooks()
+        """``model`` has parameters of the optimizer."""
+        self._models.add(model)
+        self._put_looks()
 
     def before_backward(self, is_last: bool) -> None:
         """A backward is about to begin, as :class:`Stepper` says."""
-        self._is_last = is_last
+        if self._looks is not None:
+            self._looks.is_last = is_last
 
     def before_forward(self, counts: bool) -> None:
-        """A watched model is about to run: drop what came up for a step that did not come.
-        ``counts``: the guess was wrong; else the model runs within a step."""
-        ring, room = self._ring, self._room
-        if ring is None or room is None or self._is_stepping:
-            return
-        room.begin()
-        if not torch.is_grad_enabled():
-            ring.release_free()  # an evaluation has no looks of its own
-        else:
-            self._forwards += counts
-        self._wrong += bool(self._loaded) and counts
-        self.drop()
-
-    def module_runs(self, look: int) -> None:
-        """In a forward: let go so many of the slots that go down that the peak does not rise."""
-        ring, room = self._ring, self._room
-        if ring is None or room is None or self._is_stepping or is_in_backward() or is_capturing():
-            return
-        look += FIRST if self._is_first else 0
-        if not torch.is_grad_enabled() or (not ring.free and room.knows(look)):
-            room.leave_out()
-        else:
-            ring.release_free(room.in_forward(look, ring.held, ring.made))
-
-    def gradient_came(self, which: int) -> None:
-        """In a backward, on its thread: load what finds room."""
-        ring, room = self._ring, self._room
-        if ring is None or room is None or not self.may_come_early or is_capturing():
-            return
-        self._is_first = False
-        is_last = self._is_last and self._forwards >= self._usual
-        is_wanted = is_last and self._wrong < WRONG and not self._is_stepping
-        if not is_wanted and room.knows(which):
-            ring.release_free()
-            room.leave_out()
-            return
-        left = room.in_backward(which, ring.held, ring.made)
-        ring.release_free(left)
-        if not is_wanted:
-            return
-        try:
-            self._come_up(ring, left)
-        except torch.OutOfMemoryError:
-            self._wrong = WRONG  # there is room, but it is fragmented: from now on the ring alone
+        """A watched model is about to run; ``counts``: not because a window is run again."""
+        if self._looks is not None:
+            self._looks.before_forward(counts)
 
     @torch.no_grad()
-    def _come_up(self, ring: Ring, left: int) -> None:
+    def come_up(self, left: int) -> None:
         """Load stretches in the order of the step while slots have at most ``left`` bytes, without
         those that the step takes for a moment: gradients in float32, and what only a fused kernel
         does without."""
-        length = self._slot_length
-        left -= 4 * length * (1 if all(g.get("fused") for g in self.optimizer.param_groups) else 2)
+        ring, length = self.ring, self._slot_length
+        left -= 4 * length * (1 if all(g.get("fused") for g in self.optimizer.param_groups) else 4)
         for stretch in chain.from_iterable(self._stretches.values()):
             if stretch not in self._loaded:
                 if not ring.free and ring.held + 4 * length > left:
@@ -377,7 +301,7 @@ class OffloadedReplica(Replica):
     # The step.
 
     def prepare(self, grads: Sequence[Tensor | None]) -> None:
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             self._guard_state()
             super().prepare(grads)
@@ -389,8 +313,8 @@ class OffloadedReplica(Replica):
 
     def _prepare_ring(self, ring: Ring, grads: Sequence[Tensor | None]) -> None:
         """Say which stretches are stepped, in which order, and make the slots that they lack."""
-        if self._room is not None:
-            self._room.end(ring.held, ring.made)
+        if self._looks is not None:
+            self._looks.before_step()
         steps: list[Stretch] = []
         for part, some in self._stretches.items():
             if any(grad is not None for grad in grads[part.start : part.end]):
@@ -418,32 +342,28 @@ class OffloadedReplica(Replica):
 
     def give_back_state(self) -> None:
         super().give_back_state()
-        if self._is_stepping:
+        if self.is_stepping:
             self._queue.clear()
             if self._loaded:  # the step has failed
                 self.rest()
-            self._is_first = True
             self._spot_check.note()
             for pair in self._unstored:  # the step has failed: their masters are of before
                 self.refresh(pair)
             self._unstored = []
             self._end_window()
-        self._is_stepping = False
+        self.is_stepping = False
 
     def _end_window(self) -> None:
         self.drop()
-        if self._forwards == self._forwards_before:
-            self._usual = self._forwards
-        self._forwards_before, self._forwards = self._forwards, 0
-        if self._room is not None:
-            self._room.after_step()
-        if self._ring is not None and not self._looks_in_forward:
+        if self._looks is not None:
+            self._looks.after_step()
+        if self._ring is not None and not (self._looks and self._looks.are_in_forward):
             self._ring.release_free()
 
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""
-        if self._ring is not None and self._room is not None:
-            self._room.end(self._ring.held, self._ring.made)
+        if self._looks is not None:
+            self._looks.before_step()
         self._end_window()
 
     def step_part(
@@ -609,27 +529,6 @@ class OffloadedReplica(Replica):
                     before[key].copy_(value)
                 else:
                     entry[key] = value
-
-
-class BeforeModule:
-    """A hook on a module. It refers to the replica weakly, and does nothing in a copy."""
-
-    def __init__(self, replica: OffloadedReplica, look: int) -> None:
-        self._replica, self._look = weakref.ref(replica), look
-
-    def __reduce__(self) -> Any:
-        return inert()
-
-    @untraced
-    def __call__(self, *_: object) -> None:
-        if (replica := self._replica()) is not None:
-            replica.module_runs(self._look)
-
-
-def _came(replica: weakref.ref[OffloadedReplica], which: int, _: Tensor) -> None:
-    found = replica()
-    if found is not None:
-        found.gradient_came(which)
 
 
 def _host_arena(pair: ParameterPair) -> HostArena:

@@ -1,0 +1,162 @@
+"""When stretches of offloaded state move: up in the backward before a step, down in a forward.
+
+Hooks on some parameters and their modules look at the device's memory (:class:`Room`) and say how
+much of it slots may take. Whether a backward is the one before the step is what the caller says
+(``accelerator.accumulate``), and what the last windows were like: as many forwards as two windows
+in a row have had.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ..devices import is_capturing
+from ..models import inert, is_compiled, is_in_backward, untraced
+from .room import Room
+
+if TYPE_CHECKING:
+    from .offloaded import OffloadedReplica
+
+MOMENTS = 32
+"""Looks at a backward, and at a forward, at most: each asks the allocator."""
+
+FORWARD, FIRST = 1 << 10, 1 << 11
+"""Added to the number of a look: it is in a forward, which is the first after a step."""
+
+WRONG = 2
+"""Forwards that came where a step was expected, after which nothing comes up early any more."""
+
+
+class Looks:
+    """The looks of one replica, which owns them and is referred to weakly.
+
+    Args:
+        device: whose memory it is.
+    """
+
+    def __init__(self, replica: OffloadedReplica, device: torch.device) -> None:
+        self._replica = weakref.ref(replica)
+        self._room = Room(device)
+        self._hooks: list[Any] = []
+        self.are_in_forward = False
+        """Slots may stay after the step: looks at the forward let them go in time."""
+        self.is_last = True
+        """The next backward is a window's last, as far as the caller knows."""
+        self._is_first = True
+        """The next forward is the first after a step."""
+        self._forwards = self._forwards_before = self._wrong = 0
+        """Forwards in this window and in the last one; how often one came where a step was
+        expected."""
+        self._usual = sys.maxsize
+        """Forwards in a window, once two in a row have had the same number."""
+
+    def put(self, params: Sequence[Tensor], models: Iterable[Module]) -> None:
+        """Look where gradients of some of ``params`` come, and before their modules run; not in
+        models whose modules are not called one by one."""
+        self.remove()
+        chosen: Sequence[Any] = params[:: -(-len(params) // MOMENTS) or 1]
+        for look, param in enumerate(chosen):
+            call = partial(_gradient_came, weakref.ref(self), look)
+            self._hooks.append(param.register_post_accumulate_grad_hook(call))
+        numbers = {id(param): look for look, param in enumerate(chosen)}
+        for model in models:
+            modules = () if any(map(is_compiled, model.modules())) else model.modules()
+            for module in modules:
+                own = [numbers[id(p)] for p in module._parameters.values() if id(p) in numbers]
+                if own:
+                    hook = BeforeModule(self, FORWARD + own[0])
+                    self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+                    self.are_in_forward = True
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.are_in_forward = [], False
+
+    @property
+    def _mover(self) -> OffloadedReplica | None:
+        """The replica, unless it steps now: then all is decided."""
+        replica = self._replica()
+        return None if replica is None or replica.is_stepping or is_capturing() else replica
+
+    def before_forward(self, counts: bool) -> None:
+        """A watched model is about to run: drop what came up for a step that did not come.
+        ``counts``: the script runs it; else a window is run again."""
+        if (replica := self._mover) is None:
+            return
+        self._room.begin()
+        if torch.is_grad_enabled():
+            self._forwards += counts
+        else:
+            replica.ring.release_free()  # an evaluation may take the memory between two looks
+        self._wrong += replica.has_loaded_early and counts
+        replica.drop()
+
+    def module_runs(self, look: int) -> None:
+        """In a forward: let go so many of the slots that go down that the peak does not rise."""
+        if (replica := self._mover) is None or is_in_backward():
+            return
+        ring = replica.ring
+        look += FIRST if self._is_first else 0
+        if not torch.is_grad_enabled() or (not ring.free and self._room.knows(look)):
+            self._room.leave_out()
+        else:
+            ring.release_free(self._room.in_forward(look, ring.held, ring.made))
+
+    def gradient_came(self, look: int) -> None:
+        """In a backward, on its thread: have stretches come up where there is room."""
+        if (replica := self._mover) is None:
+            return
+        self._is_first, ring = False, replica.ring
+        is_last = self.is_last and self._forwards >= self._usual and self._wrong < WRONG
+        if not is_last and self._room.knows(look):
+            ring.release_free()
+            self._room.leave_out()
+            return
+        left = self._room.in_backward(look, ring.held, ring.made)
+        ring.release_free(left)
+        if is_last:
+            try:
+                replica.come_up(left)
+            except torch.OutOfMemoryError:
+                self._wrong = WRONG  # there is room, in pieces that are too small
+
+    def before_step(self) -> None:
+        """The step begins, or the window is skipped."""
+        if replica := self._replica():
+            self._room.end(replica.ring.held, replica.ring.made)
+
+    def after_step(self) -> None:
+        """The step has ended, or the window was skipped."""
+        if self._forwards == self._forwards_before:
+            self._usual = self._forwards
+        self._forwards_before, self._forwards, self._is_first = self._forwards, 0, True
+        self._room.after_step()
+
+
+class BeforeModule:
+    """A hook on a module. It refers to the looks weakly, and does nothing in a copy."""
+
+    def __init__(self, looks: Looks, look: int) -> None:
+        self._looks, self._look = weakref.ref(looks), look
+
+    def __reduce__(self) -> Any:
+        return inert()
+
+    @untraced
+    def __call__(self, *_: object) -> None:
+        if (looks := self._looks()) is not None:
+            looks.module_runs(self._look)
+
+
+def _gradient_came(looks: weakref.ref[Looks], look: int, _: Tensor) -> None:
+    if (found := looks()) is not None:
+        found.gradient_came(look)

@@ -52,14 +52,14 @@ def new_event(device: torch.device) -> Any:
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
     """In the block this thread's operations go to ``stream``."""
-    index = torch.accelerator.current_device_index()
-    before = torch.accelerator.current_stream(stream.device)
+    there = torch.accelerator.current_stream(stream.device)
+    before = torch.accelerator.current_stream()
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(index)  # which set_stream changes, too
+        torch.accelerator.set_stream(there)
+        torch.accelerator.set_stream(before)  # which brings the present device back
 
 
 @contextmanager

@@ -508,6 +508,21 @@ def test_the_peak_is_that_of_the_ring(dtype: torch.dtype, micro_batches: int) ->
     assert peaks[1] <= peaks[0] + 512 * 64  # state dicts, and the counts of parameters
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 8), (torch.float16, 12)])
+def test_host_memory_is_that_of_the_state_alone(dtype: torch.dtype, size: int) -> None:
+    """But for parameters that begin at multiples of 64 bytes; and none is pinned later."""
+    run = Run(dtype=dtype, **AUTO)
+    arenas = {pair.arena for pair in run.optimizer._stepper.replica.pairs}
+    params = [*run.net.parameters()]
+    pinned = [memory.data_ptr() for arena in arenas for memory in arena.memory.values()]
+    taken = sum(memory.nbytes for arena in arenas for memory in arena.memory.values())
+    assert 0 <= taken - size * sum(p.numel() for p in params) <= 64 * len(params) * size // 4
+    for step in range(3):
+        run.step(step)
+    after = {pair.arena for pair in run.optimizer._stepper.replica.pairs}
+    assert pinned == [memory.data_ptr() for arena in after for memory in arena.memory.values()]
+
+
 def test_streams_are_made_once() -> None:
     rings = [Run(**AUTO).optimizer._stepper.replica._ring for _ in range(2)]
     assert (rings[0].up, rings[0].down) == (rings[1].up, rings[1].down)

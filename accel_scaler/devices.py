@@ -36,7 +36,7 @@ def is_host(device: torch.device) -> bool:
 
 def present_stream(device: torch.device) -> torch.Stream | None:
     """This thread's stream on ``device``; None for the CPU and for MPS, which has one queue."""
-    if device.type in ("cpu", "mps") or device.type != present_type():
+    if is_host(device) or device.type != present_type():
         return None
     return torch.accelerator.current_stream(device)
 

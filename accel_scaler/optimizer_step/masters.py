@@ -106,7 +106,7 @@ class ParameterPair(Placed):
         """Copy the parameter to the master, whose elements stay where they round to it."""
         now, master = self.target.to(self.stepped.device), self.stepped
         if self.is_rounded:
-            now = torch.where(master.to(now.dtype) == now, master, now.float())
+            now = with_edits(master, now)
         master.copy_(now)
 
     def publish(self) -> None:
@@ -168,6 +168,11 @@ def make_pairs(
         _place([pair for has, pair in fresh if has is wanted], wanted)
     _keep_masters([pair for has, pair in fresh if has], old)
     return pairs
+
+
+def with_edits(master: Tensor, now: Tensor) -> Tensor:
+    """``master``, but for elements that do not round to the parameter ``now``: these are its."""
+    return torch.where(master.to(now.dtype) == now, master, now.float())
 
 
 def shard_of(value: Tensor, param: Tensor) -> Tensor:

@@ -27,11 +27,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..scaling import DeferredUnscale, local
-from .arena import ALIGNED, flat, is_dense
+from .arena import ALIGNED, flat, is_dense, place_of
 from .blocks import DEVICE_BLOCK, rule_of
 from .host_memory import HostArena, WaitingState
 from .looks import Looks
-from .masters import MASTER, MasterRule, ParameterPair
+from .masters import MASTER, MasterRule, ParameterPair, with_edits
 from .replica import Part, Replica, exact
 from .ring import COUNT, Block, Ring, Slot
 
@@ -203,7 +203,7 @@ class OffloadedReplica(Replica):
             value = local(value)
             if is_moved(key, value, pair.target):
                 (home,) = pair.arena.allocate(range(pair.slot, pair.slot + 1), key)
-                if not is_same(value, home):
+                if place_of(value) != place_of(home):
                     self.rest()
                     home.copy_(exact(key, value, group))
                     entry[key] = home
@@ -289,6 +289,7 @@ class OffloadedReplica(Replica):
         those that the step takes for a moment: gradients in float32, and what only a fused kernel
         does without."""
         ring, length = self.ring, self._slot_length
+        ring.release_smaller(length)
         left -= 4 * length * (1 if all(g.get("fused") for g in self.optimizer.param_groups) else 4)
         for stretch in chain.from_iterable(self._stretches.values()):
             if stretch not in self._loaded:
@@ -296,7 +297,7 @@ class OffloadedReplica(Replica):
                     return
                 stretch.keys = self.keys_of(stretch)
                 if stretch.keys:
-                    self._load(ring.take(length) or ring.make(length), stretch)
+                    self._load(ring.free[0] if ring.free else ring.make(length), stretch)
 
     # The step.
 
@@ -328,9 +329,7 @@ class OffloadedReplica(Replica):
                 ring.free.append(self._loaded.pop(stretch).slot)
         self._queue = deque(each for each in steps if each not in self._loaded)
         length = self._slot_length
-        for slot in [slot for slot in ring.free if slot.memory.numel() < length]:
-            ring.free.remove(slot)
-            ring.release(slot)
+        ring.release_smaller(length)
         held = len(ring.free) + len(self._loaded)
         for number in range(held, min(COUNT, len(steps))):
             try:
@@ -415,11 +414,11 @@ class OffloadedReplica(Replica):
         piece = stretch.piece
         found = [grad for place in places if (grad := grads[place]) is not None]
         pieces = [grad if piece is None else flat(grad)[piece] for grad in found]
-        due = [place not in done for place in places]
-        final = self.bring(pairs, pieces, deferred if all(due) else DeferredUnscale())
-        if any(due) and not all(due):
-            for i in [i for i, is_due in enumerate(due) if is_due]:
-                (final[i],) = self.bring(pairs[i : i + 1], pieces[i : i + 1], deferred)
+        final: list[Tensor | None] = list(pieces)
+        due = [i for i, place in enumerate(places) if place not in done]
+        brought = self.bring([pairs[i] for i in due], [pieces[i] for i in due], deferred)
+        for i, grad in zip(due, brought, strict=True):
+            final[i] = grad
         entries = [before[place] for place in places]
         state = self._state_in(stretch, pairs, params, entries, views)
         given = {p: dict(own) for p, own in state.items()}
@@ -445,8 +444,7 @@ class OffloadedReplica(Replica):
             return pair.stepped if stretch.piece is None else nn.Parameter(target)
         master = stretch.view(views[MASTER], pair)
         if pair.is_edited_since:
-            is_same = master.to(target.dtype) == target
-            master.copy_(torch.where(is_same, master, target.float()))
+            master.copy_(with_edits(master, target))
         return nn.Parameter(master)
 
     def _state_in(
@@ -520,7 +518,7 @@ class OffloadedReplica(Replica):
                     stretch.view(views[key], pair).copy_(value)
                 else:
                     (home if piece is None else flat(home)[piece]).copy_(value)
-                if entry.get(key) is None or not is_same(entry[key], home):
+                if entry.get(key) is None or place_of(entry[key]) != place_of(home):
                     entry[key] = home
             elif piece is None or key not in before:
                 entry[key] = value
@@ -543,16 +541,6 @@ def is_offloaded(part: Part) -> bool:
 def is_moved(key: str, value: Tensor, like: Tensor) -> bool:
     """Whether a value of state rests in host memory: it has an element for each of a parameter."""
     return key not in SCALARS and value.is_floating_point() and value.shape == like.shape
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether they are one view of one memory."""
-    return (
-        one.device == other.device
-        and one.dtype is other.dtype
-        and one.data_ptr() == other.data_ptr()
-        and one.stride() == other.stride()
-    )
 
 
 def _block_length(elements: int) -> int:

@@ -354,6 +354,12 @@ class Replica:
             self.refresh(pair)
         return [pair.param for pair in edited if not (self.has_loaded and pair.is_offloaded)]
 
+    def before_backward(self, is_last: bool) -> None:
+        """As :meth:`Stepper.before_backward`."""
+
+    def skip(self) -> None:
+        """A window without a step."""
+
     def rest(self) -> None:
         """Wait until masters and state are the newest where they rest."""
 

@@ -109,12 +109,10 @@ class ReplicaStepper(Stepper):
             replica.watch(model)
 
     def before_backward(self, is_last: bool) -> None:
-        if isinstance(self.replica, OffloadedReplica):
-            self.replica.before_backward(is_last)
+        self.replica.before_backward(is_last)
 
     def skip(self) -> None:
-        if isinstance(self.replica, OffloadedReplica):
-            self.replica.skip()
+        self.replica.skip()
 
     # The boundary's questions.
 

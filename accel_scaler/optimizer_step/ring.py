@@ -95,13 +95,11 @@ class Ring:
         self.up.wait_stream(self._stream)
         return slot
 
-    def take(self, length: int) -> Slot | None:
-        """The free slot that was stored first, if it has ``length`` elements; smaller ones are let
-        go. It stays in ``free``."""
-        while self.free and self.free[0].memory.numel() < length:
-            self.release(self.free[0])
-            self.free.pop(0)
-        return self.free[0] if self.free else None
+    def release_smaller(self, length: int) -> None:
+        """Release free slots with less than ``length`` elements."""
+        for slot in [slot for slot in self.free if slot.memory.numel() < length]:
+            self.release(slot)
+            self.free.remove(slot)
 
     def load(self, slot: Slot, block: Block, sources: dict[str, Tensor]) -> None:
         """Copy a block's memory of each key into ``slot``."""

@@ -82,8 +82,8 @@ class StateDictHooks:
                 if pair is None:
                     continue
                 # Else it is the optimizer's own, as in torch, and an edit of it counts.
-                is_ours = pair.is_master or pair.is_offloaded or hasattr(p, "to_local")
-                is_ours = is_ours or MASTER in (entry or ())
+                is_placed = pair.is_master or pair.is_offloaded or hasattr(p, "to_local")
+                is_ours = is_placed or MASTER in (entry or ())
                 if is_ours and isinstance(entry, dict):  # a plain optimizer may have loaded it
                     own = without_master(entry)
                     entry = {key: _export(pair, value) for key, value in own.items()}

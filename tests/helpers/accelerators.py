@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_scaler.devices import on_stream
+
 NAME = "ACCEL_SCALER_TEST_DEVICE"
 
 
@@ -60,17 +62,8 @@ def current_stream() -> torch.Stream:
     return torch.accelerator.current_stream(DEVICE)
 
 
-@contextmanager
-def on(stream: torch.Stream) -> Iterator[None]:
-    """What this thread enqueues runs on ``stream``."""
-    there = torch.accelerator.current_stream(stream.device)
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(there)
-        torch.accelerator.set_stream(before)
+on = on_stream
+"""What this thread enqueues in the block runs on the stream."""
 
 
 def sleep(cycles: int = LONG) -> None:

@@ -48,7 +48,7 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_437,
-    "optimizer_step": 4_831,
+    "optimizer_step": 4_826,
     "async_optimizer": 1_753,
     "integrations": 1_385,
     "overflow": 3_087,
@@ -62,7 +62,7 @@ MAX_LINES = {
 
 Who needs more takes it from another row."""
 
-MAX_SUM = 17_987
+MAX_SUM = 17_982
 """The aim is 15,000."""
 
 

@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
-.PHONY: soak bench bench-guard bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-offload bench-gpu
+.PHONY: soak bench bench-guard bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-offload bench-window bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
 # want the cores a thread that spins keeps the one it waits for from running.
@@ -136,6 +136,10 @@ bench-telemetry: $(STAMP)
 
 bench-overflow: $(STAMP)
 	$(BIN)/python benchmarks/overflow.py $(ARGS)
+
+bench-window: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/window.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/window.py --loop trainer $(ARGS)
 
 bench-load: $(STAMP)
 	$(BIN)/python benchmarks/load.py $(ARGS)

@@ -41,12 +41,27 @@ def present_stream(device: torch.device) -> torch.Stream | None:
     return torch.accelerator.current_stream(device)
 
 
-def new_event(device: torch.device) -> Any:
-    """An event on which the host sleeps while it waits, where the backend can. Call ``record``
-    without a stream: a backend's own event does not know a ``torch.Stream``."""
+def event_after(device: torch.device) -> Any:
+    """An event behind all that this thread has enqueued on its stream of ``device``; the host
+    sleeps while it waits for it, where the backend can."""
     if device.type == "cuda":  # torch.Event leaves ``blocking`` out, and the host spins
-        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    return torch.Event(device, blocking=True)
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))  # it does not know a torch.Stream
+        return event
+    event = torch.Event(device, blocking=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+@cache
+def can_pin() -> bool:
+    """Whether this machine's accelerator pins host memory, so that copies to it are awaited by
+    events."""
+    try:
+        torch.empty(1, device="cpu", pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 @contextmanager
@@ -73,9 +88,7 @@ def as_on_stream(stream: torch.Stream | None) -> Iterator[None]:
     try:
         yield
     finally:
-        event = new_event(stream.device)
-        event.record()
-        event.synchronize()
+        event_after(stream.device).synchronize()
 
 
 def device_name(device: torch.device) -> str:

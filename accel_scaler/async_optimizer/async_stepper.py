@@ -31,7 +31,7 @@ from ..optimizer_step import (
     is_stepped,
     refuse_overlapping,
 )
-from ..scaling import DeferredUnscale, ParameterNames, parameters_of
+from ..scaling import DeferredUnscale, ParameterNames, SentCheck, parameters_of
 from .grad_handoff import guard_backward, is_shared, read_in_place
 from .inflight_step import InflightStep, Update
 from .pending_parameter import (
@@ -199,6 +199,11 @@ class AsyncStepper(ReplicaStepper):
         self.claim()
         self.was_skipped = False
         super().step(deferred)
+
+    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+        self.claim()
+        self.was_skipped = False
+        return super().launch(deferred, sent)
 
     def submit(
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None

@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..scaling import LOW_PRECISION, SMALL, DeferredUnscale, is_uniform, run_on_one_thread
+from ..scaling import (
+    LOW_PRECISION,
+    SMALL,
+    DeferredUnscale,
+    SentCheck,
+    is_uniform,
+    run_on_one_thread,
+)
 from .arena import Placed, Where, flat, is_dense
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
@@ -49,9 +56,9 @@ class FusedRule(NamedTuple):
     """Whether the kernel does all that ``step()`` does for this group."""
     keys: Callable[[Group], tuple[str, ...]]
     """The keys of state that has the parameter's shape."""
-    call: Callable[[type, Group, Block, list[Tensor], bool], None]
-    """Update: the optimizer's class, a group, a block, its gradients, and whether this is the first
-    step."""
+    call: Callable[[type, Group, Block, list[Tensor], bool, Tensor | None], None]
+    """Update: the optimizer's class, a group, a block, its gradients, whether this is the first
+    step, and ``found_inf``."""
     counts: bool
     """Whether state has ``step``."""
 
@@ -71,7 +78,14 @@ def _adam_keys(group: Group) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
 
-def _call_adam(kind: type, group: Group, block: Block, grads: list[Tensor], first: bool) -> None:
+def _call_adam(
+    kind: type,
+    group: Group,
+    block: Block,
+    grads: list[Tensor],
+    first: bool,
+    found_inf: Tensor | None,
+) -> None:
     averages, squares, *largest = block.state
     lists = [block.masters, grads, averages, squares, *(largest or [[]]), block.counts]
     names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
@@ -80,15 +94,23 @@ def _call_adam(kind: type, group: Group, block: Block, grads: list[Tensor], firs
     # Before torch 2.7 the group does not say so.
     decoupled = group.get("decoupled_weight_decay", issubclass(kind, torch.optim.AdamW))
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    kernel(*lists, **settings, grad_scale=None, found_inf=None)
+    kernel(*lists, **settings, grad_scale=None, found_inf=found_inf)
 
 
-def _call_sgd(kind: type, group: Group, block: Block, grads: list[Tensor], first: bool) -> None:
+def _call_sgd(
+    kind: type,
+    group: Group,
+    block: Block,
+    grads: list[Tensor],
+    first: bool,
+    found_inf: Tensor | None,
+) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     settings = {name: group[name] for name in names}
     (velocity,) = block.state or [[]]
     settings["is_first_step"] = first and bool(velocity)
-    torch._fused_sgd_(block.masters, grads, velocity, **settings, grad_scale=None)
+    lists = block.masters, grads, velocity
+    torch._fused_sgd_(*lists, **settings, grad_scale=None, found_inf=found_inf)
 
 
 def _sgd_keys(group: Group) -> tuple[str, ...]:
@@ -199,6 +221,11 @@ class Run:
         now = self._rule.takes(group), self._rule.keys(group)
         return not self._has_filled and now == (self._takes, self._keys)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether no state is made in the next step."""
+        return Where.NOWHERE not in self._arena.where[self._slots]
+
     def takes(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
         """Whether the kernel can step it with these gradients; some may be missing.
 
@@ -237,6 +264,7 @@ class Run:
         deferred: DeferredUnscale,
         publishes: bool = False,
         whole: bool = False,
+        sent: SentCheck | None = None,
     ) -> None:
         """Update every parameter that has a gradient.
 
@@ -245,9 +273,10 @@ class Run:
             deferred: factors still due on the gradients; float32 gradients get them in place.
             publishes: write masters' new values to the model.
             whole: it :meth:`takes` them so, and nothing is ``deferred``.
+            sent: a check of the gradients, by which the device decides; the run :meth:`has_state`.
         """
-        arena = self._arena
-        for a, b in _stretches([grad is None for grad in grads], arena.where[self._slots]):
+        arena, found_inf = self._arena, None if sent is None else sent.found_inf
+        for a, b in self._due(grads):
             slots = slice(self._first + a, self._first + b)
             is_first = arena.where[slots.start] is Where.NOWHERE
             if is_first:
@@ -256,16 +285,26 @@ class Run:
                 arena.fill(new, entries, self._keys, self._rule.counts)
                 self._has_filled = bool(self._keys)
             if self._rule.counts:
-                arena.counts[slots].add_(1)
+                arena.counts[slots].add_(1 if sent is None else sent.moves)
             for block in self._blocks_of(a, b, whole):
                 if whole:
                     final = cast("list[Tensor]", [grads[i] for i in block.places])
                 else:
                     final = self._gather(block, grads, deferred)
                 with run_on_one_thread(block.is_small):
-                    self._rule.call(kind, group, block, final, is_first)
+                    self._rule.call(kind, group, block, final, is_first, found_inf)
                 if publishes and arena.has_masters:
                     torch._foreach_copy_(block.targets, block.masters)
+
+    def publish(self, grads: Sequence[Tensor | None]) -> None:
+        """Write masters' new values to the model, after a :meth:`step` that has not."""
+        for a, b in self._due(grads) if self._arena.has_masters else ():
+            for block in self._blocks_of(a, b, False):
+                torch._foreach_copy_(block.targets, block.masters)
+
+    def _due(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:
+        """Begin and end of each stretch of places with gradients, and of one kind of state."""
+        return _stretches([grad is None for grad in grads], self._arena.where[self._slots])
 
     def _gather(
         self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale

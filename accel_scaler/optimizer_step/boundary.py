@@ -166,8 +166,9 @@ class Boundary:
         scaler, stepper = self.scaler, stepper_of(optimizer)
         scaler.manage(optimizer, stepper)
         known = scaler.window.known(optimizer)  # a script may have dropped what overflowed
-        is_bad = known is not None and known.is_bad and known.stage is not OptState.STEPPED
-        if not (is_bad or self._has_gradients(optimizer)):
+        if not self._has_gradients(optimizer) and not (
+            known is not None and known.stage is not OptState.STEPPED and known.is_bad
+        ):
             self._count_idle(optimizer, scaler.window)
             if not scaler.is_enabled():
                 stepper.step_idle()
@@ -183,6 +184,7 @@ class Boundary:
         if record.edited_norm is not None:
             norm, scale = record.edited_norm, scaler.window_scale
             self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
+        has_moved = self._launch(optimizer, record, stepper)
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):
@@ -196,7 +198,7 @@ class Boundary:
                 params = [p for p in params if getattr(p.grad, "dtype", 0) not in LOW_PRECISION]
             scaler.window.unscaled.update(map(id, params))
         stepper.wait()
-        self._close(optimizer, scaler.window, record, stepper)
+        self._close(optimizer, scaler.window, record, stepper, has_moved)
         try:
             scaler.check_skips(self._cause_of_skips)
         except OverflowStreakError as error:
@@ -226,11 +228,33 @@ class Boundary:
         """Whether its step unscales gradients; else that is done in place before."""
         return (stepper.reads_beside or stepper.keeps_scaled) and not stepper.has_pre_hooks
 
+    def _launch(self, optimizer: Optimizer, record: OptimizerRecord, stepper: Stepper) -> bool:
+        """Enqueue the update before the outcome of the check is read, where that was left on the
+        device; then read it. Returns whether the update has been made: see Note [Launch before you
+        read]."""
+        sent = record.sent
+        if record.unread is None or sent is None or stepper.has_pre_hooks:
+            return False
+        if record.deferred and not self._is_left_to(stepper):
+            self.check.unscale(optimizer, record)
+        try:
+            is_launched = stepper.launch(record.deferred, sent)
+            record.settle()
+        except BaseException:  # nobody knows what has moved
+            self.scaler.abandon_window()
+            raise
+        return is_launched and stepper.conclude(sent.is_finite and not record.is_skipped)
+
     def _close(
-        self, optimizer: Optimizer, window: Window, record: OptimizerRecord, stepper: Stepper
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        record: OptimizerRecord,
+        stepper: Stepper,
+        has_moved: bool,
     ) -> None:
-        """Update the scale, then the parameters or not. The window is closed before the step
-        begins: after an interrupt the next one is new."""
+        """Update the scale, then the parameters or not; ``has_moved``: that was done. The window is
+        closed before a step begins: after an interrupt the next one is new."""
         timing = None
         rerun = self.check.rerun
         has_room = always if rerun is None else rerun.has_room
@@ -241,6 +265,8 @@ class Boundary:
         deferred, record.deferred = record.deferred, DeferredUnscale()
         if record.is_skipped:
             stepper.skip()
+        elif has_moved:
+            timing = stepper.timing
         else:
             last = stepper.timing
             stepper.step(deferred)

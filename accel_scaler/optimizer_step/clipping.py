@@ -18,6 +18,7 @@ from ..scaling import (
     GradNorm,
     NormCheck,
     OptimizerRecord,
+    SentCheck,
     by_mesh,
     clip_coefficient,
     find_nonfinite,
@@ -73,14 +74,20 @@ class Clipping:
         parameters, limits = list(parameters), (float(max_norm), float(norm_type))
         return self._check.until_finite(lambda: self._clip_norm(parameters, *limits))
 
-    def _clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def _clip_norm(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+        in_one_pass: bool = True,
+    ) -> Tensor:
         sharded = self.scaler.ranks.sharded
         parameters = [p for p in parameters if p.grad is not None or sharded]
         if not parameters:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
         parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
-        is_whole = norm_type == 2.0 and self._are_whole(parts, parameters)
+        is_whole = in_one_pass and norm_type == 2.0 and self._are_whole(parts, parameters)
         for owner, _, record in parts if check.wants_norm and not is_whole else ():
             check.check(owner, record)  # this clip does not take the norm of all
         is_checked = is_scaled or check.checks
@@ -233,34 +240,87 @@ class Clipping:
         self, parts: Parts, parameters: Sequence[Tensor], max_norm: float
     ) -> Tensor | None:
         """One read for norm and check, one product to unscale and clip. None: not possible here."""
-        check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
+        check, scale = self._check, self.scaler.window_scale
         owners = [owner for owner, _, _ in parts]
         # Asked once: over thousands of tensors an answer takes a while.
         stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
         norms = check.one_pass(owners, parameters, stay_scaled)
+        if isinstance(norms, SentCheck):
+            return self._clip_on_device(parts, parameters, max_norm, stay_scaled, norms)
         if norms is None or (norms.total is None and not norms.overflowed):
             return None
+        self._note_check(parts, parameters, norms, max_norm)
+        if norms.total is None:
+            return self._skip_all(parts)
+        product = clip_coefficient(norms.total, max_norm) / scale
+        self._multiply_all(parts, stay_scaled, product)
+        return norms.total
+
+    def _clip_on_device(
+        self,
+        parts: Parts,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        stay_scaled: Sequence[bool],
+        sent: SentCheck,
+    ) -> Tensor:
+        """:meth:`_clip_in_one_pass` with the outcome left on the device. Does not synchronise."""
+        grads = gradients_of(parameters)
+        for owner, _, record in parts:
+            self._check.leave(owner, record, sent)
+        coefficient = clip_coefficient(sent.total, max_norm)
+        product = sent.where_finite(coefficient / self.scaler.window_scale)
+        self._multiply_all(parts, stay_scaled, product)
+
+        def read() -> None:
+            for _, _, record in parts:
+                record.unread = None
+            are_edited = any(
+                r.looked_at is not None and r.looked_at.is_changed() for _, _, r in parts
+            )
+            norms = sent.read(grads, are_edited)
+            if norms.total is None:  # they were multiplied by 1
+                for owner, _, record in parts:
+                    record.deferred, record.returned = DeferredUnscale(), None
+                    window.unscaled.difference_update(map(id, parameters_of(owner)))
+            if norms.total is not None or norms.overflowed:
+                self._note_check(parts, parameters, norms, max_norm)
+                if norms.total is None:
+                    self._skip_all(parts)
+                return
+            for _, _, record in parts:  # all are finite, but their norm is past float32
+                record.stage, record.looked_at, record.sent = OptState.READY, None, None
+            self._clip_norm(parameters, max_norm, 2.0, in_one_pass=False)
+
+        window = self.scaler.window
+        for _, _, record in parts:
+            record.unread = read
+        return sent.shown
+
+    def _note_check(
+        self, parts: Parts, parameters: Sequence[Tensor], norms: NormCheck, max_norm: float
+    ) -> None:
+        """Write the outcome of one pass over all ``parameters`` to the records."""
         for owner, mine, record in parts:
             own, found = parameters, norms
             if norms.overflowed and len(parts) > 1:  # which of them has overflowed itself?
                 bad = islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)
                 own, found = mine, NormCheck(None, tuple(bad))
-            check.note(owner, record, own, found)
-        if norms.total is None:
-            return self._skip_all(parts)
-        ids = list(map(id, parameters))
-        self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
-        coefficient = clip_coefficient(norms.total, max_norm)
-        product = coefficient / scale
+            self._check.note(owner, record, own, found)
+        if norms.total is not None:
+            ids = list(map(id, parameters))
+            self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
+
+    def _multiply_all(self, parts: Parts, stay_scaled: Sequence[bool], product: Tensor) -> None:
+        """Unscale and clip in one, or leave that to the step."""
         for (owner, _, record), keeps_scaled in zip(parts, stay_scaled, strict=True):
             params = parameters_of(owner)
             if keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
             else:
                 torch._foreach_mul_(gradients_of(params), product)
-                window.unscaled.update(map(id, params))
-            check.give_back(owner, record, () if record.deferred else params)
-        return norms.total
+                self.scaler.window.unscaled.update(map(id, params))
+            self._check.give_back(owner, record, () if record.deferred else params)
 
 
 def _norms(

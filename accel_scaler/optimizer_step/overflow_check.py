@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from math import isfinite, isinf
 from typing import TypeVar
@@ -24,19 +25,24 @@ from ..scaling import (
     GradScaler,
     NormCheck,
     OptimizerRecord,
+    SentCheck,
     Snapshot,
     Window,
     add_norms,
+    can_send,
     check_norms,
     find_nonfinite,
     first_version,
     gradients_of,
+    has_ranks,
     is_power_of_two,
     is_sharded,
     is_uniform,
     parameters_of,
     reciprocal,
     reduce_partial_gradients,
+    send_flag,
+    send_norms,
     total_norm,
 )
 from .observer import Observer, Rerun
@@ -118,10 +124,7 @@ class OverflowCheck:
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
                 window = self._next_window(window)
-            elif known and (
-                known.count not in (None, count)
-                or (known.looked_at is not None and known.looked_at.is_changed())
-            ):
+            elif known and (known.count not in (None, count) or self._is_changed(known)):
                 self.forget(optimizer)
         if window.opened_by is None:
             raise OrderError(
@@ -146,6 +149,13 @@ class OverflowCheck:
             )
         return record
 
+    def _is_changed(self, record: OptimizerRecord) -> bool:
+        """Whether a script has changed the gradients since their check, and may do so."""
+        if record.looked_at is None or not record.looked_at.is_changed():
+            return False
+        record.settle()
+        return record.looked_at is not None
+
     def _next_window(self, last: Window) -> Window:
         """Open a window; it takes over the records of optimizers not stepped in ``last``."""
         left = {key: r for key, r in last.states.items() if r.stage is not OptState.STEPPED}
@@ -155,12 +165,13 @@ class OverflowCheck:
 
     def check(self, optimizer: Optimizer, record: OptimizerRecord | None = None) -> OptimizerRecord:
         """Check, unless that was done in this window; unscale, or leave that to the step.
-        ``record``: its record, where it was looked up just before. Synchronises with the device,
-        and with other ranks where they hold different gradients."""
+        ``record``: its record, where it was looked up just before. The outcome may be left on the
+        device until it is read; else this synchronises with it, and with other ranks where they
+        hold different gradients."""
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
-        if record.verdict is None:
+        if record.unread is None and record.verdict is None:
             self._agree(optimizer, record, record.found_inf)
         if self.wants_norm and not record.found_inf:
             self.norm(optimizer)
@@ -174,7 +185,7 @@ class OverflowCheck:
             reduce_partial_gradients(parameters_of(optimizer))
         params = [p for p in parameters_of(optimizer) if p.grad is not None]
         grads = gradients_of(params)
-        norms: NormCheck | None = None
+        norms: NormCheck | SentCheck | None = None
         versions, is_deferred = self.scaler.window.versions, stepper.reads_beside or keeps_scaled
         is_edited = versions.get(id(optimizer), now := first_version(optimizer)) != now
         if not self.checks:
@@ -189,15 +200,20 @@ class OverflowCheck:
             )
         if norms is None and self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
+            flags = record["found_inf_per_device"]
+            if len(flags) == 1 and self._sends([optimizer], *flags):
+                self.note(optimizer, record, params, send_flag(*flags.values()))
             return
         if norms is None and is_uniform(grads, LOW_PRECISION | {torch.float32}):
-            norms = check_norms(grads, self.inv_scale(grads[0].device), self.wants_each_norm)
+            norms = self._take_norms([optimizer], grads)
         elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
+        if is_edited and isinstance(norms, SentCheck):
+            norms = norms.read(grads)
         self.note(optimizer, record, params, norms)
         if self.scaler.is_enabled():
             record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
-        if is_edited and norms.total is not None:
+        if is_edited and isinstance(norms, NormCheck) and norms.total is not None:
             record.edited_norm = norms.host_total
         if is_edited and not is_deferred:
             self.unscale(optimizer, record)
@@ -225,10 +241,11 @@ class OverflowCheck:
 
     def one_pass(
         self, owners: Sequence[Optimizer], params: Sequence[Tensor], stay_scaled: Sequence[bool]
-    ) -> NormCheck | None:
+    ) -> NormCheck | SentCheck | None:
         """Norm and check from one read of gradients that are all scaled still; ``stay_scaled``: for
         each owner, whether its stepper keeps them so. None: the norm would not be, bit for bit,
-        that of unscaled gradients, or no kernel takes all of them together. Synchronises."""
+        that of unscaled gradients, or no kernel takes all of them together. Synchronises, unless
+        the outcome is left on the device."""
         scale, grads = self.scaler.window_scale, gradients_of(params)
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
         if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
@@ -236,28 +253,71 @@ class OverflowCheck:
         mine = (p for owner in owners for p in parameters_of(owner))
         if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
-        inv_scale = self.inv_scale(grads[0].device)
-        return check_norms(grads, inv_scale, keep_each=self.wants_each_norm)
+        return self._take_norms(owners, grads)
+
+    def _sends(self, owners: Iterable[Optimizer], device: torch.device) -> bool:
+        """Whether the outcome of a check may stay on ``device`` for now: no rank waits for it."""
+        has_parts = self.scaler.ranks.has_parts
+        return can_send(device) and not (has_ranks() and any(map(has_parts, owners)))
+
+    def _take_norms(
+        self, owners: Iterable[Optimizer], grads: Sequence[Tensor]
+    ) -> NormCheck | SentCheck:
+        device = grads[0].device
+        if self._sends(owners, device):
+            return send_norms(grads, reciprocal(self.scaler.window_scale), self.wants_each_norm)
+        return check_norms(grads, self.inv_scale(device), self.wants_each_norm)
 
     def note(
         self,
         optimizer: Optimizer,
         record: OptimizerRecord,
         params: Sequence[Tensor],
-        norms: NormCheck,
+        norms: NormCheck | SentCheck,
     ) -> None:
-        """Write what one pass has found to the record, where ``GradScaler`` reads it too."""
+        """Write what one pass has found to the record, where ``GradScaler`` reads it too. An
+        outcome that is still on the device is written once it is read."""
+        if isinstance(norms, SentCheck):
+            self.leave(optimizer, record, norms)
+            record.unread = partial(self._read, optimizer, record, params, gradients_of(params))
+            return
         found, device = bool(norms.overflowed), params[0].device if params else self.device
+        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
         if norms.total is not None:
             self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
-        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
-        record["found_inf_per_device"] = {
-            device: torch.full((), float(found), dtype=torch.float32, device=device)
-        }
+        if record.sent is None or found == record.sent.is_finite:
+            flag = torch.full((), float(found), dtype=torch.float32, device=device)
+            record["found_inf_per_device"] = {device: flag}
         record.overflowed = [params[i] for i in norms.overflowed]
         self._agree(optimizer, record, found)
-        if not self.scaler.is_enabled() and (record.verdict or not self.scaler.window.losses):
+        if not self._may_change(record):
+            record.looked_at = None
+        elif record.looked_at is None:
             record.looked_at = Snapshot(parameters_of(optimizer))
+
+    def leave(self, optimizer: Optimizer, record: OptimizerRecord, sent: SentCheck) -> None:
+        """The outcome of a check stays on the device for now; ``unread`` is the caller's to set."""
+        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
+        record["found_inf_per_device"] = {sent.found_inf.device: sent.found_inf}
+        record.sent, record.looked_at = sent, Snapshot(parameters_of(optimizer))
+
+    def _may_change(self, record: OptimizerRecord) -> bool:
+        """Whether a script's edits after the check have the gradients checked again."""
+        is_new = record.verdict or not self.scaler.window.losses
+        return is_new and not self.scaler.is_enabled()
+
+    def _read(
+        self,
+        optimizer: Optimizer,
+        record: OptimizerRecord,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+    ) -> None:
+        """Write the outcome of a check that was left on the device."""
+        sent, looked_at, record.unread = record.sent, record.looked_at, None
+        assert sent is not None
+        assert looked_at is not None
+        self.note(optimizer, record, params, sent.read(grads, looked_at.is_changed()))
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
         if not self.checks:
@@ -272,6 +332,7 @@ class OverflowCheck:
         clip or a check that took all of them, else taken here. Synchronises with the device, and
         with other ranks where they hold different gradients."""
         record = self.scaler.record_of(optimizer)
+        record.settle()
         if record.norm is None:
             params = [p for p in parameters_of(optimizer) if p.grad is not None]
             taken = self.scaler.window.grad_norms.of(params) if params else 0.0
@@ -307,8 +368,9 @@ class OverflowCheck:
         params = parameters_of(optimizer)
         record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
         record.deferred = DeferredUnscale()
-        if record.unscaled_before is not None:
-            record.unscaled_before.renew(params)
+        for kept in (record.unscaled_before, record.looked_at):
+            if kept is not None:
+                kept.renew(params)
         self.scaler.window.unscaled.update(map(id, params))
 
     def give_back(

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
+from ..scaling import (
+    LOW_PRECISION,
+    DeferredUnscale,
+    SentCheck,
+    local,
+    match_layout,
+    nothing_found,
+    parameters_of,
+)
 from .arena import Held, are_same
 from .blocks import Run, Scratch, neighbours, rule_of
 from .masters import (
@@ -39,6 +47,10 @@ SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
 _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
+
+
+Calls = list[tuple[int, Run, list[Tensor | None]]]
+"""Groups, runs to be stepped, and their gradients."""
 
 
 class Part:
@@ -104,6 +116,8 @@ class Replica:
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Per group, when the state was last shared: (has a kernel, keys of state)."""
         self._has_all_state = False
+        self._launched: Calls = []
+        """What :meth:`launch` has called last."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
@@ -242,7 +256,7 @@ class Replica:
     def give_back_state(self) -> None:
         """Keep none of the optimizer's state: a script may take it out, to free its memory."""
         if self.copy is not None:
-            self._borrowed, self.copy.state = [], defaultdict(dict)
+            self._borrowed, self._launched, self.copy.state = [], [], defaultdict(dict)
 
     def _lay_out(self, state: dict[Any, Any], grads: Sequence[Tensor | None]) -> list[Any]:
         """Let pairs step the optimizer's ``state`` as it is now. Returns all that is in it then."""
@@ -380,18 +394,55 @@ class Replica:
     ) -> None:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
-        runs = [
-            (number, run, [grads[i] for i in places]) for number, places, run in self._runs_of(part)
-        ]
-        if runs and all(run.takes(mine) for _, run, mine in runs):
-            for number, run, mine in runs:
-                group = self.copy.param_groups[number]
-                whole = not deferred and run.takes(mine, whole=True)
-                run.step(type(self.optimizer), group, mine, deferred, publishes=True, whole=whole)
+        calls = self._calls_of(part, grads)
+        if calls and all(run.takes(mine) for _, run, mine in calls):
+            self._call_runs(calls, deferred, publishes=True)
             return
         self._step_in_python(part, self.bring(part.pairs, grads, deferred))
         for pair in part.pairs:
             pair.publish()
+
+    def _calls_of(self, part: Part, grads: Sequence[Tensor | None]) -> Calls:
+        runs = self._runs_of(part)
+        return [(number, run, [grads[i] for i in places]) for number, places, run in runs]
+
+    def _call_runs(
+        self,
+        calls: Calls,
+        deferred: DeferredUnscale,
+        publishes: bool = False,
+        sent: SentCheck | None = None,
+    ) -> None:
+        for number, run, mine in calls:
+            kind, group = type(self.optimizer), self.copy.param_groups[number]
+            whole = not deferred and run.takes(mine, whole=True)
+            run.step(kind, group, mine, deferred, publishes=publishes, whole=whole, sent=sent)
+
+    def can_launch(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> bool:
+        """Whether :meth:`launch` may be called after :meth:`prepare`: kernels do all of the step,
+        and nothing is multiplied in place, which a second try would do again."""
+        parts = [(part, grads[part.start : part.end]) for part in self.parts]
+        self._launched = [call for part, mine in parts for call in self._calls_of(part, mine)]
+        in_place = deferred and not all(g is None or g.dtype in LOW_PRECISION for g in grads)
+        return (
+            all(self._runs_of(part) for part in self.parts)
+            and all(run.has_state and run.takes(mine) for _, run, mine in self._launched)
+            and not (in_place or self.has_loaded or self.is_sharded)
+            and self._spot_check.can_send
+        )
+
+    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> SentCheck:
+        """Enqueue the update of all parts with the gradients of :meth:`can_launch`. It moves
+        nothing where the returned check fails: where ``sent`` does, or a parameter was edited
+        unseen. Does not synchronise."""
+        both = self._spot_check.send(sent)
+        self._call_runs(self._launched, deferred, sent=both)
+        return both
+
+    def publish_launched(self) -> None:
+        """Write masters' new values to the model, after a :meth:`launch` that has moved them."""
+        for _, run, grads in self._launched:
+            run.publish(grads)
 
     def bring(
         self,

@@ -26,6 +26,7 @@ from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
     ParameterNames,
+    SentCheck,
     local,
     parameters_of,
     reduce_partial_gradients,
@@ -35,7 +36,15 @@ from .offloaded import OffloadedReplica
 from .owners import own_parameters
 from .replica import Replica, is_empty
 from .state_dicts import StateDictHooks
-from .stepper import Stepper, StepTiming, async_stepper_of, register, unregister
+from .stepper import (
+    Stepper,
+    StepTiming,
+    async_stepper_of,
+    has_state,
+    is_replaced,
+    register,
+    unregister,
+)
 from .supported_optimizers import refuse_overlapping
 
 logger = logging.getLogger("accel_scaler")
@@ -78,6 +87,8 @@ class ReplicaStepper(Stepper):
         """With masters: the version of each parameter, in the optimizer's order, when it last was
         its rounded master."""
         self._logged_edits = False
+        self._launched: tuple[list[Tensor | None], SentCheck, StepTiming] | None = None
+        """Between :meth:`launch` and :meth:`conclude`: the gradients, and what decides."""
         self._forwards: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
         """Handles of the hooks before a watched model's forward."""
         register(self)
@@ -215,6 +226,34 @@ class ReplicaStepper(Stepper):
             )
         self.refresh()
 
+    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+        if self._step_hooks("post") or self.replica.masters.on_host or is_replaced(self.optimizer):
+            return False
+        self._get_ready()
+        grads = [p.grad for p in self.replica.params]
+        if self.reads_beside or not has_state(self.optimizer):
+            return False
+        with torch.no_grad():
+            self.replica.prepare(grads)
+            if not self.replica.can_launch(grads, deferred):
+                self.replica.give_back_state()
+                return False
+            self.timing = timing = StepTiming(time.perf_counter(), inline=True)
+            self._launched = grads, self.replica.launch(deferred, sent), timing
+        return True
+
+    @torch.no_grad()
+    def conclude(self, has_moved: bool) -> bool:
+        assert self._launched is not None
+        (grads, check, timing), self._launched = self._launched, None
+        has_moved = has_moved and check.is_finite
+        if has_moved:
+            self.steps += 1
+            self.replica.publish_launched()
+            self.optimizer.__dict__["_opt_called"] = True
+        self._end_update(grads if has_moved else [None] * len(grads), timing)
+        return has_moved
+
     @torch.no_grad()
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         replica, done = self.replica, 0
@@ -235,12 +274,16 @@ class ReplicaStepper(Stepper):
             logger.error("%s", failure)  # Ctrl-C and exit() go on as they would from torch's step
             raise
         finally:
-            timing.busy, timing.finished = time.perf_counter() - timing.start, True
-            # Not those without a gradient: another branch's backward may still need them.
-            params = zip(replica.params, grads, strict=True)
-            torch.autograd.graph.increment_version([p for p, g in params if g is not None])
-            self._note_versions()
-            replica.give_back_state()
+            self._end_update(grads, timing)
+
+    def _end_update(self, grads: Sequence[Tensor | None], timing: StepTiming) -> None:
+        """Parameters with ``grads`` were, or may have been, updated."""
+        timing.busy, timing.finished = time.perf_counter() - timing.start, True
+        # Not those without a gradient: another branch's backward may still need them.
+        params = zip(self.replica.params, grads, strict=True)
+        torch.autograd.graph.increment_version([p for p, g in params if g is not None])
+        self._note_versions()
+        self.replica.give_back_state()
 
     def _failure(self, error: BaseException, number: int, done: int, thread: str) -> StepError:
         """The error of update ``number`` that failed after ``done`` parts."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..scaling import SentCheck, send_flag
 from .arena import flat, is_dense
 from .masters import ParameterPair
 
@@ -59,6 +60,20 @@ class SpotCheck:
         self._edited.update(id(pair.param) for pair in edited)
         return edited
 
+    @property
+    def can_send(self) -> bool:
+        """Whether samples on the parameters' own device tell of all edits."""
+        return not self._edited and not any(samples.is_offloaded for samples in self._samples)
+
+    @torch.no_grad()
+    def send(self, sent: SentCheck) -> SentCheck:
+        """``sent``, or a check that also fails where a parameter is not its rounded master. Does
+        not synchronise."""
+        if not self._samples:
+            return sent
+        unlike = [samples.are_unlike().float() for samples in self._samples]
+        return send_flag(torch.stack([sent.found_inf, *unlike]).amax())
+
     @torch.no_grad()
     def note(self) -> None:
         """All parameters are their rounded masters: a step has just ended."""
@@ -84,20 +99,30 @@ class _Samples:
         rest = -sum(self._sizes) % 4
         for views in (self._masters, self._targets) if rest else ():
             views.append(views[0].new_zeros(rest))
-        self._is_offloaded = pairs[0].is_offloaded
+        self.is_offloaded = pairs[0].is_offloaded
         self.note()
 
     def note(self) -> None:
-        if self._is_offloaded:
+        if self.is_offloaded:
             self._after_step = torch.cat(self._targets).flatten()
 
-    def find(self) -> list[ParameterPair]:
-        """Pairs of which the parameter's sample is not the master's, rounded."""
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """The masters' samples, rounded, and the parameters', as integers."""
         rounded = self._after_step
         if rounded is None:
             masters = torch.cat(self._masters)
             rounded = masters.to(self._dtype).view(self._bits).flatten()
-        now = torch.cat(self._targets).to(rounded.device).flatten()
+        return rounded, torch.cat(self._targets).to(rounded.device).flatten()
+
+    def are_unlike(self) -> Tensor:
+        """Whether some sample of a parameter is not its master's, shape (). Does not
+        synchronise."""
+        rounded, now = self._both()
+        return (rounded != now).any()
+
+    def find(self) -> list[ParameterPair]:
+        """Pairs of which the parameter's sample is not the master's, rounded."""
+        rounded, now = self._both()
         # Eight bytes at once: torch compares two at once four times as slowly.
         if torch.equal(rounded.view(torch.int64), now.view(torch.int64)):
             return []

@@ -19,7 +19,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, call_fused, match_layout, parameters_of, stepped
+from ..scaling import (
+    DeferredUnscale,
+    SentCheck,
+    call_fused,
+    match_layout,
+    parameters_of,
+    stepped,
+)
 from .arena import Arena, Held, Placed
 from .blocks import FusedRule, Run, Scratch, neighbours, rule_of
 
@@ -66,6 +73,17 @@ class Stepper(ABC):
     @abstractmethod
     def step(self, deferred: DeferredUnscale | None = None) -> None:
         """Take the gradients, multiply them by ``deferred``, update."""
+
+    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+        """Enqueue the update, which moves nothing where ``sent`` fails; :meth:`conclude` comes
+        next. False: it cannot be left to the device, and nothing was enqueued. Does not
+        synchronise."""
+        return False
+
+    def conclude(self, has_moved: bool) -> bool:
+        """After :meth:`launch`, once the check was read; ``has_moved``: it tells of no overflow.
+        Returns whether the update was made. May wait for what was enqueued before it."""
+        return has_moved
 
     def step_idle(self) -> None:
         """A boundary without gradients. Stock steps all the same: a hook may bring gradients."""
@@ -119,12 +137,26 @@ class InlineStepper(Stepper):
             if params and params[0].device.type == "cpu":
                 match_layout(params, optimizer.state)
             call_fused(optimizer, None, None)
+        self._note_time(start)
+
+    def _note_time(self, start: float) -> None:
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
 
+    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+        optimizer, start = self.optimizer, time.perf_counter()
+        if deferred or not takes_found_inf(optimizer):
+            return False
+        if not self._call_kernels(optimizer, sent):
+            if not has_state(optimizer):
+                return False
+            call_fused(optimizer, None, sent.found_inf)
+        self._note_time(start)
+        return True
+
     @torch.no_grad()
-    def _call_kernels(self, optimizer: Optimizer) -> bool:
+    def _call_kernels(self, optimizer: Optimizer, sent: SentCheck | None = None) -> bool:
         """Do what ``optimizer.step()`` does by direct calls; False: it does more, or other things
-        than a kernel can."""
+        than a kernel can. ``sent``: see :meth:`launch`."""
         rule = rule_of(optimizer)
         if rule is None or not is_only_kernel(optimizer, rule):
             self._runs, self._held = [], None
@@ -148,9 +180,11 @@ class InlineStepper(Stepper):
         runs = list(zip(self._runs, grads, strict=True))
         if not all(run.takes(mine, whole=True) for run, mine in runs):
             return False
+        if sent is not None and not all(run.has_state for run in self._runs):
+            return False
         for run, mine in runs:
             group = groups[run.pairs[0].group]
-            run.step(type(optimizer), group, mine, DeferredUnscale(), whole=True)
+            run.step(type(optimizer), group, mine, DeferredUnscale(), whole=True, sent=sent)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # as an LR scheduler's wrapper
         return True
 
@@ -204,14 +238,38 @@ def is_replaced(optimizer: Optimizer) -> bool:
     return step is not None and _unhooked(inner) is not raw_step(type(optimizer))
 
 
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step()`` is torch's, with kernels that do nothing where ``found_inf`` is
+    1."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and getattr(optimizer, "_step_supports_amp_scaling", False)
+        and not (is_replaced(optimizer) or has_hooks(optimizer))
+    )
+
+
+def has_state(optimizer: Optimizer) -> bool:
+    """Whether there is state for all gradients. A kernel that makes it where ``found_inf`` is 1
+    leaves it uninitialised."""
+    entries = [optimizer.state.get(p) for p in parameters_of(optimizer) if p.grad is not None]
+    return all(entry and all(v is not None for v in entry.values()) for entry in entries)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything is called before or after its step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or optimizer_module._global_optimizer_pre_hooks
+        or optimizer_module._global_optimizer_post_hooks
+    )
+
+
 def is_only_kernel(optimizer: Optimizer, rule: FusedRule) -> bool:
     """Whether direct calls of a kernel mean the same as ``optimizer.step()``."""
     return (
         not is_replaced(optimizer)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not optimizer_module._global_optimizer_pre_hooks
-        and not optimizer_module._global_optimizer_post_hooks
+        and not has_hooks(optimizer)
         and not torch.autograd.profiler._is_profiler_enabled
         and all(map(rule.takes, optimizer.param_groups))
     )

@@ -49,6 +49,12 @@ from .losses import Losses as Losses
 from .origin import Origin as Origin, Pair as Pair
 from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
 from .ranks import Share as Share, is_worldwide as is_worldwide
+from .sent_check import (
+    SentCheck as SentCheck,
+    can_send as can_send,
+    send_flag as send_flag,
+    send_norms as send_norms,
+)
 from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
 from .update_rule import always as always
 from .window import (

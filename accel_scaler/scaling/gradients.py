@@ -118,7 +118,7 @@ def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = Fa
         value = float(each[-1])
         if math.isfinite(value):
             return NormCheck(total, (), value, each[:-1] if keep_each else None)
-        suspects = _not_finite(stacked)
+        suspects = not_finite(stacked)
     overflowed = islice((i for i in suspects if nonfinite(grads[i])), MAX_NAMED)
     return NormCheck(None, tuple(overflowed))
 
@@ -129,12 +129,12 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     sizes = list(map(Tensor.numel, grads))
     small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
     with run_on_one_thread(cpu and max(sizes) <= SMALL):
-        found = _norms_of([grads[i] for i in small]) if small else ()
+        found = norms_of([grads[i] for i in small]) if small else ()
     stacked = torch.stack(list(found)) if small else None
     if len(small) == len(grads):
         return stacked, []
     if stacked is not None and not math.isfinite(float(stacked.sum())):
-        return None, [small[i] for i in _not_finite(stacked)]
+        return None, [small[i] for i in not_finite(stacked)]
     norms = dict(zip(small, found, strict=True))
     low = cpu and not LOW_PRECISION.isdisjoint(map(_dtype_of, grads))
     scratch = torch.empty(NORM_BLOCK) if low else None
@@ -146,7 +146,7 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     return torch.stack([norms[i] for i in range(len(grads))]), []
 
 
-def _norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
+def norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
     if set(map(_dtype_of, grads)) == {torch.float32}:
         return torch._foreach_norm(grads)
     return torch._foreach_norm(grads, 2, dtype=torch.float32)
@@ -157,7 +157,7 @@ def on_host(each: Tensor, total: Tensor) -> Tensor:
     return torch.cat((each, total.reshape(1))).cpu()
 
 
-def _not_finite(values: Tensor) -> list[int]:
+def not_finite(values: Tensor) -> list[int]:
     return [i for i, finite in enumerate(torch.isfinite(values).tolist()) if not finite]
 
 
@@ -206,7 +206,7 @@ def find_nonfinite(grads: Sequence[Tensor]) -> Iterator[int]:
         if grad.numel():
             kinds.setdefault((grad.device, grad.dtype), []).append(i)
     for places in kinds.values():
-        yield from (places[i] for i in _not_finite(_largest([held[i] for i in places])))
+        yield from (places[i] for i in not_finite(_largest([held[i] for i in places])))
 
 
 def _largest(grads: list[Tensor]) -> Tensor:
@@ -220,10 +220,16 @@ def has_nonfinite_gradient(param: Tensor) -> bool:
     return param.grad is not None and nonfinite(param.grad)
 
 
+def by_size(tensors: Sequence[Tensor]) -> list[int]:
+    """Indices of the tensors, small ones first."""
+    return sorted(range(len(tensors)), key=lambda i: tensors[i].numel())
+
+
 def first_nonfinite(optimizer: Optimizer) -> list[Tensor]:
     """Up to ``MAX_NAMED`` parameters with a non-finite gradient, small first. Synchronises."""
-    by_size = sorted(parameters_of(optimizer), key=lambda p: p.numel())
-    return list(islice((p for p in by_size if has_nonfinite_gradient(p)), MAX_NAMED))
+    params = parameters_of(optimizer)
+    found = (params[i] for i in by_size(params) if has_nonfinite_gradient(params[i]))
+    return list(islice(found, MAX_NAMED))
 
 
 @torch.no_grad()

@@ -19,12 +19,18 @@ class HostMirror:
     def read(self, scale: Tensor, tracker: Tensor) -> Numbers:
         """Scale and tracker. Synchronises only if the tensors were written to elsewhere."""
         self.finish()
+        numbers = self._numbers_of(scale, tracker)
+        if numbers is None:
+            numbers = float(scale), int(tracker)
+            self._known = scale, tracker, (scale._version, tracker._version), numbers
+        return numbers
+
+    def _numbers_of(self, scale: Tensor, tracker: Tensor) -> Numbers | None:
+        """What is in the tensors; None where they were written to elsewhere."""
         known, versions = self._known, (scale._version, tracker._version)
         if known and known[0] is scale and known[1] is tracker and known[2] == versions:
             return known[3]
-        numbers = float(scale), int(tracker)
-        self._known = scale, tracker, versions, numbers
-        return numbers
+        return None
 
     def write(self, scale: Tensor, tracker: Tensor, numbers: Numbers) -> None:
         """Set both; after an interrupt the next :meth:`finish` does. Does not synchronise."""
@@ -35,7 +41,10 @@ class HostMirror:
         """Complete an interrupted :meth:`write`."""
         if self._unwritten is not None:
             scale, tracker, numbers = self._unwritten
-            scale.fill_(numbers[0])
-            tracker.fill_(numbers[1])
+            before = self._numbers_of(scale, tracker) or (None, None)
+            if before[0] != numbers[0]:
+                scale.fill_(numbers[0])
+            if before[1] != numbers[1]:
+                tracker.fill_(numbers[1])
             self._known = scale, tracker, (scale._version, tracker._version), numbers
             self._unwritten = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import new_event, present_stream
+from ..devices import event_after, present_stream
 from .gradients import local
 
 
@@ -68,10 +68,8 @@ class Losses:
         devices = {value.device for value in self._values}
         if len(devices) != 1 or not self._are_numbers:
             return
-        if (stream := present_stream(device := devices.pop())) is None:
+        if present_stream(device := devices.pop()) is None:
             return
-        host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
         host.copy_(torch.stack(self._values).float().sum(), non_blocking=True)
-        event = new_event(device)
-        event.record(stream)
-        self._sent = host, event
+        self._sent = host, event_after(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -19,6 +19,7 @@ from .grad_norms import GradNorms
 from .gradients import has_nonfinite_gradient, nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
+from .sent_check import SentCheck
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
@@ -109,8 +110,11 @@ class OptimizerRecord(dict[str, Any]):
         super().__init__(_refresh_per_optimizer_state())
         self.owner: ref[Any] | None = None
         """The torch optimizer; None where torch's own code has made the record."""
-        self.verdict: bool | None = None
-        """Whether the gradients overflowed on any rank; None before the ranks have agreed."""
+        self._verdict: bool | None = None
+        self.sent: SentCheck | None = None
+        """The last check, if its outcome was left on the device."""
+        self.unread: Callable[[], None] | None = None
+        """Reads the outcome of :attr:`sent` and writes it here; None: that is done."""
         self.is_caught = False
         """The optimizer was clipped together with gradients of another one, which overflowed."""
         self.count: int | None = None
@@ -141,6 +145,22 @@ class OptimizerRecord(dict[str, Any]):
     stage = property(itemgetter("stage"), lambda record, stage: record.update(stage=stage))
     """An ``OptState``: the gradients are as the backward left them, unscaled, or stepped."""
 
+    @property
+    def verdict(self) -> bool | None:
+        """Whether the gradients overflowed on any rank; None before the ranks have agreed. Waits
+        for the outcome of a check that was left on the device."""
+        self.settle()
+        return self._verdict
+
+    @verdict.setter
+    def verdict(self, verdict: bool | None) -> None:
+        self._verdict = verdict
+
+    def settle(self) -> None:
+        """Wait for the outcome of a check that was left on the device, if there is one."""
+        if (read := self.unread) is not None:
+            read()
+
     def decide(self, verdict: bool) -> None:
         """Set the common verdict of all ranks."""
         self.verdict = verdict
@@ -152,6 +172,7 @@ class OptimizerRecord(dict[str, Any]):
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
         self.returned = self.unscaled_before = self.looked_at = None
+        self.sent = self.unread = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
@@ -171,7 +192,7 @@ class OptimizerRecord(dict[str, Any]):
                 "under `with accelerator.accumulate(model):`, or clip only after the last "
                 "backward; then zero the gradients and go on."
             )
-        if self.returned is not None and self.returned.is_changed(some):
+        if self._is_returned_changed(some):
             raise OrderError(
                 f"the gradients of {name} were changed after they were clipped, while they still "
                 "are scaled for float32 masters, so the change would be scaled too. Change them "
@@ -179,6 +200,14 @@ class OptimizerRecord(dict[str, Any]):
                 "accelerator.scaler.get_scale(); or load the model in float32. Zero the gradients "
                 "to go on."
             )
+
+    def _is_returned_changed(self, some: Iterable[Tensor] | None) -> bool:
+        """Whether the caller has changed gradients that a clip returned scaled; after an overflow
+        it returned them as they were."""
+        if self.returned is None or not self.returned.is_changed(some):
+            return False
+        self.settle()
+        return self.returned is not None
 
     @property
     def is_skipped(self) -> bool:
@@ -188,12 +217,12 @@ class OptimizerRecord(dict[str, Any]):
     @property
     def is_bad(self) -> bool:
         """An overflow is certain, of these gradients or of others that were clipped with them."""
-        return self.is_caught or bool(self.verdict)
+        return bool(self.verdict) or self.is_caught
 
     @property
     def found_inf(self) -> bool:
         """:attr:`is_bad`; before the ranks have agreed, this rank's finding. May synchronise."""
-        if self.is_caught or self.verdict is not None:
+        if self.verdict is not None or self.is_caught:
             return self.is_bad
         return any(bool(flag) for flag in self["found_inf_per_device"].values())
 

@@ -93,7 +93,8 @@ def size_of(value: Any) -> int | None:
     """Bytes of a number or of a text such as ``"6GiB"``; None where it is none."""
     if type(value) is int:
         return value if 0 <= value < 2**53 else None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)i?B?", value) if type(value) is str else None
+    form = r"([0-9]{1,16}(?:\.[0-9]+)?) ?([KMGT]?)i?B?"
+    found = re.fullmatch(form, value) if type(value) is str else None
     return None if found is None else int(float(found[1]) * BYTES[found[2]])
 
 

@@ -138,12 +138,12 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         attachment = self._attachment
         attachment.fp32_modules.refuse_unmatched(attachment.models)  # all models are prepared now
-        for optimizer in list(attachment.optimizers):  # before anything reads the gradients
-            optimizer.follow_parameters()
-            optimizer.dropped.backward(self.sync_gradients)
-        attachment.boundary.before_backward(
-            loss, self.gradient_accumulation_steps, self.sync_gradients
-        )
+        is_last = self.sync_gradients
+        for optimizer in list(attachment.optimizers):
+            if is_last:  # before a clip reads the gradients
+                optimizer.follow_parameters()
+            optimizer.dropped.backward(is_last)
+        attachment.boundary.before_backward(loss, self.gradient_accumulation_steps, is_last)
         with attachment.float16():
             super().backward(loss, **kwargs)
         attachment.boundary.after_backward()

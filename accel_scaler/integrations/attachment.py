@@ -107,7 +107,7 @@ class Attachment:
         }
         self.recorder = make_recorder(self.scaler, config, facts)
         self.explainer: OverflowExplainer | None = None
-        how, retries = config.finds_overflow, config.on_overflow == "retry" and self.scales
+        how, retries = config.finds_overflow, config.on_overflow == "retry" and config.enabled
         if how != "off" or retries:
             healer = Healer(self.fp32_modules) if config.heal else None
             self.explainer = OverflowExplainer(

@@ -102,17 +102,19 @@ class Boundary:
         """Call before each backward. Where nothing is scaled, this opens a window. May wait
         for a step that reads gradients which the backward adds to. ``accumulation``: the divisor of
         the loss. ``is_last``: the window's last backward, as far as is known."""
-        for optimizer in self.scaler.managed:
-            stepper_of(optimizer).before_backward(is_last)
+        managed = self.scaler.managed
+        steppers = [stepper_of(optimizer) for optimizer in managed]
+        for stepper in steppers:
+            stepper.before_backward(is_last)
         window = self.scaler.window
         is_next = bool(window.losses) and not window.closed
-        if is_next and not any(map(self._has_gradients, self.scaler.managed)):
+        if is_next and not any(map(self._has_gradients, managed)):
             window.losses = Losses()  # the gradients of those before were dropped
         if not self.scaler.is_enabled():
             window = self.scaler.open_window()
             window.losses.note([loss.detach() / accumulation])
-            for optimizer in self.scaler.managed:
-                stepper_of(optimizer).wait_for_gradients()
+            for optimizer, stepper in zip(managed, steppers, strict=True):
+                stepper.wait_for_gradients()
                 self.check.forget(optimizer)
         for observer in self.observers:
             observer.before_backward(loss)
@@ -220,9 +222,10 @@ class Boundary:
             observer.mistake_named(text)
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
+        if any(p.grad is not None for p in parameters_of(optimizer)):
+            return True
         # A rank whose shard is empty still takes part in the decision of all.
-        params = parameters_of(optimizer)
-        return self.scaler.ranks.has_parts(optimizer) or any(p.grad is not None for p in params)
+        return self.scaler.ranks.has_parts(optimizer)
 
     def _is_left_to(self, stepper: Stepper) -> bool:
         """Whether its step unscales gradients; else that is done in place before."""

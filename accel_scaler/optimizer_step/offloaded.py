@@ -337,6 +337,9 @@ class OffloadedReplica(Replica):
             except torch.OutOfMemoryError:
                 if number < 1:
                     raise
+                if ring.free and number > 1:  # the step itself needs some memory, too
+                    ring.release(ring.free[-1])
+                    ring.free.pop()
                 break  # a smaller ring: the same numbers, with less at once
 
     def give_back_state(self) -> None:
@@ -477,14 +480,19 @@ class OffloadedReplica(Replica):
         state: dict[Any, dict[str, Any]],
     ) -> None:
         copy, groups, states = self.copy, self.copy.param_groups, self.copy.state
-        copy.param_groups = [{**groups[number], "params": list(params)}]
-        copy.state = state
         try:
-            for p, grad in zip(params, grads, strict=True):
-                if grad is not None and grad.dtype is not p.dtype:
-                    p.grad_dtype = grad.dtype
-                p.grad = grad
-            self.call_step(params)
+            copy.param_groups = [{**groups[number], "params": list(params)}]
+            copy.state = state
+            # Apart: torch's fused SGD takes no momentum beside parameters that have none yet.
+            new = {
+                p for p in params if any(v is None for v in (state.get(p) or {"": None}).values())
+            }
+            for some in filter(None, (new, {*params} - new)):
+                for p, grad in zip(params, grads, strict=True):
+                    if p in some and grad is not None and grad.dtype is not p.dtype:
+                        p.grad_dtype = grad.dtype
+                    p.grad = grad if p in some else None
+                self.call_step(params)
         finally:
             copy.param_groups, copy.state = groups, states
             for p in params:

@@ -348,8 +348,9 @@ class OverflowCheck:
         """A backward is about to add to its gradients, which nothing scales: have them checked
         again. Where a clip has left work to the step, that step refuses, unless they are gone."""
         record = self.scaler.window.known(optimizer)
-        params = parameters_of(optimizer)
-        if record is not None and (record.returned is None or Snapshot(params).is_zero):
+        if record is None:
+            return
+        if record.returned is None or Snapshot(parameters_of(optimizer)).is_zero:
             self.scaler.window.forget(optimizer)
 
     def unscale(self, optimizer: Optimizer, record: OptimizerRecord) -> None:

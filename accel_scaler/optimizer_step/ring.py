@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -74,10 +75,17 @@ class Ring:
         self.up, self.down = copy_streams(device)
         self.free: list[Slot] = []
         """Slots that hold nothing; the first was stored first."""
-        self.held = self.made = 0
-        """Bytes in slots now, and of all slots ever made."""
+        self.made = 0
+        """Bytes of all slots ever made."""
+        self._slots: WeakSet[Slot] = WeakSet()
+        """Slots that were made and not released."""
         self.is_settled = True
         """The host has waited for all stores."""
+
+    @property
+    def held(self) -> int:
+        """Bytes in slots now."""
+        return sum(slot.bytes for slot in self._slots)
 
     @property
     def _stream(self) -> Any:
@@ -90,7 +98,7 @@ class Ring:
         length = -(-length // GRAIN) * GRAIN
         memory = torch.empty(length, dtype=torch.float32, device=self.device)
         slot = Slot(memory, self._stream)
-        self.held += slot.bytes
+        self._slots.add(slot)
         self.made += slot.bytes
         self.up.wait_stream(self._stream)
         return slot
@@ -147,7 +155,7 @@ class Ring:
             slot.stream.wait_stream(slot.unfinished)
         if slot.stream != self._stream:
             slot.stream.wait_stream(self._stream)
-        self.held -= slot.bytes
+        self._slots.discard(slot)  # Ctrl-C may come before the caller has let it go
 
     def release_free(self, allowed: int = 0) -> None:
         """Release free slots, the first stored first, until all slots have ``allowed`` bytes."""

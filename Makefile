@@ -23,7 +23,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
-.PHONY: soak bench bench-guard bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-offload bench-window bench-gpu
+.PHONY: soak bench bench-guard bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-offload bench-window bench-idle bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
 # want the cores a thread that spins keeps the one it waits for from running.
@@ -148,6 +148,10 @@ bench-load: $(STAMP)
 bench-offload: $(SIMULATED)/simdev/_C.so
 	$(SIMULATE) SIM_ARENA=4e11 $(BIN)/python -c "import simdev, runpy; \
 		runpy.run_path('benchmarks/offload.py', run_name='__main__')" $(ARGS)
+
+bench-idle: $(SIMULATED)/simdev/_C.so
+	$(SIMULATE) PYTHONPATH=$(SIMULATED):benchmarks SIM_ARENA=4e11 $(BIN)/python -c "import simdev, runpy; \
+		runpy.run_path('benchmarks/idle.py', run_name='__main__')" $(ARGS)
 
 # On a machine with a GPU; VENV names an environment with a torch for it, and the peers to compare.
 bench-gpu: $(STAMP)

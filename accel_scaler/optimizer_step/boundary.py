@@ -240,10 +240,18 @@ class Boundary:
             return False
         if record.deferred and not self._is_left_to(stepper):
             self.check.unscale(optimizer, record)
+        is_launched = False
         try:
             is_launched = stepper.launch(record.deferred, sent)
             record.settle()
-        except BaseException:  # nobody knows what has moved
+        except BaseException:  # the device goes on: the window must not be stepped once more
+            made = "some parameters may have moved"
+            if is_launched:
+                record.settle()
+                has_moved = stepper.conclude(sent.is_finite and not record.is_skipped)
+                made = "it was made" if has_moved else "it was not made"
+            name = type(optimizer).__name__
+            logger.error("the update of %s was interrupted: %s. Zero the gradients.", name, made)
             self.scaler.abandon_window()
             raise
         return is_launched and stepper.conclude(sent.is_finite and not record.is_skipped)

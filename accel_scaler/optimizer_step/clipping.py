@@ -273,12 +273,12 @@ class Clipping:
         self._multiply_all(parts, stay_scaled, product)
 
         def read() -> None:
-            for _, _, record in parts:
-                record.unread = None
             are_edited = any(
                 r.looked_at is not None and r.looked_at.is_changed() for _, _, r in parts
             )
             norms = sent.read(grads, are_edited)
+            for _, _, record in parts:  # only now: Ctrl-C may come while this waits
+                record.unread = None
             if norms.total is None:  # they were multiplied by 1
                 for owner, _, record in parts:
                     record.deferred, record.returned = DeferredUnscale(), None

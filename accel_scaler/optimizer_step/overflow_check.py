@@ -314,10 +314,12 @@ class OverflowCheck:
         grads: Sequence[Tensor],
     ) -> None:
         """Write the outcome of a check that was left on the device."""
-        sent, looked_at, record.unread = record.sent, record.looked_at, None
+        sent, looked_at = record.sent, record.looked_at
         assert sent is not None
         assert looked_at is not None
-        self.note(optimizer, record, params, sent.read(grads, looked_at.is_changed()))
+        norms = sent.read(grads, looked_at.is_changed())
+        record.unread = None  # only now: Ctrl-C may come while this waits
+        self.note(optimizer, record, params, norms)
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
         if not self.checks:

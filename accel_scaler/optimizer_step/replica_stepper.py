@@ -239,7 +239,11 @@ class ReplicaStepper(Stepper):
                 self.replica.give_back_state()
                 return False
             self.timing = timing = StepTiming(time.perf_counter(), inline=True)
-            self._launched = grads, self.replica.launch(deferred, sent), timing
+            try:
+                self._launched = grads, self.replica.launch(deferred, sent), timing
+            except BaseException:
+                self.replica.give_back_state()
+                raise
         return True
 
     @torch.no_grad()

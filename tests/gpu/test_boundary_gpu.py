@@ -316,26 +316,42 @@ def test_two_optimizers_that_are_clipped_together(
     assert [False, False] in found
 
 
-def test_an_interrupt_while_the_host_waits_ends_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows whether the update was made, so it is never made twice."""
-    training = Training("adamw")
-    for step in range(3):
-        training.backward(step)
-        training.boundary.step(training.optimizer)
-        training.optimizer.zero_grad()
-    training.backward(3)
-    index = training.scaler.window.index
+@pytest.mark.parametrize("dtype", [FULL, LOW])
+def test_an_interrupt_while_the_host_waits_ends_the_window(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device goes on, so the update is made, once."""
 
-    def interrupted(check: SentCheck) -> bool:
-        raise KeyboardInterrupt
+    def trained(is_interrupted: bool) -> Training:
+        training = Training("adamw", dtype)
+        for step in range(5):
+            training.backward(step)
+            if step == 3 and is_interrupted:
+                interrupt(training)
+            else:
+                assert training.boundary.step(training.optimizer)
+            training.optimizer.zero_grad()
+        return training
 
-    with monkeypatch.context() as patch:
-        patch.setattr(SentCheck, "is_finite", property(interrupted))
-        with pytest.raises(KeyboardInterrupt):
-            training.boundary.step(training.optimizer)
-    assert training.scaler.window.index == index + 1
-    training.optimizer.zero_grad()
-    training.backward(4)
-    assert training.boundary.step(training.optimizer)
-    counts = {float(entry["step"]) for entry in training.optimizer.state.values()}
-    assert counts == {5.0}
+    def interrupt(training: Training) -> None:
+        waits, calls = SentCheck.is_finite.fget, []
+        assert waits is not None
+
+        def is_finite(check: SentCheck) -> bool:
+            calls.append(check)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return bool(waits(check))
+
+        index = training.scaler.window.index
+        with monkeypatch.context() as patch:
+            patch.setattr(SentCheck, "is_finite", property(is_finite))
+            with pytest.raises(KeyboardInterrupt):
+                training.boundary.step(training.optimizer)
+        assert training.scaler.window.index == index + 1
+        assert "was interrupted: it was made" in caplog.text
+
+    found, expected = trained(True), trained(False)
+    for one, other in zip(found.params, expected.params, strict=True):
+        assert torch.equal(one, other)
+    assert str(found.numbers()[0]) == str(expected.numbers()[0])

@@ -182,6 +182,21 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # Bits.
 
 
+@pytest.mark.parametrize("make", [fused_sgd, fused_adamw])
+@pytest.mark.parametrize("settings", [AUTO, RING, KEPT])
+def test_a_parameter_whose_first_gradient_comes_late(make: Any, settings: dict[str, Any]) -> None:
+    """Its neighbours in a stretch have momentum by then, beside which torch's kernel takes none."""
+
+    def play(run: Run) -> None:
+        for step in range(STEPS):
+            run.backward(step)
+            for p in (run.net.layers[2].bias, run.net.norm.weight) if step < 3 else ():
+                p.grad = None
+            run.finish()
+
+    assert_equal_runs(play, make, settings, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("settings", [AUTO, RING, KEPT], ids=["auto", "ring", "kept"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", OPTIMIZERS)

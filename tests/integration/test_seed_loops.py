@@ -148,9 +148,11 @@ def test_a_disabled_scaler_is_no_scaler(loop: Loop) -> None:
     assert torch.equal(got, expected)
 
 
-def test_scaling_disabled_is_plain_autocast() -> None:
+@pytest.mark.parametrize("on_overflow", ["skip", "retry"])
+def test_scaling_disabled_is_plain_autocast(on_overflow: Any) -> None:
     """``enabled=False``: no scale, every step is taken, clip clips."""
-    accelerator = ours(ScalerConfig(enabled=False), gradient_accumulation_steps=2)
+    config = ScalerConfig(enabled=False, on_overflow=on_overflow)
+    accelerator = ours(config, gradient_accumulation_steps=2)
     plain, reference = mlp(), mlp()
     model, optimizer = accelerator.prepare(plain, SGD(plain.parameters(), lr=0.5))
     torchs = SGD(reference.parameters(), lr=0.5)

@@ -54,7 +54,7 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "offload": (("none", "cpu"), ("", "gpu", None, 0, ["cpu"])),
     "offload_budget": (
         ("auto", 0, 2**40, "6GiB", "500 MB", "1.5G", "0"),
-        (True, None, -1, 1.5, "", "all", "-1GiB", "6 gibs", 2**53),
+        (True, None, -1, 1.5, "", "all", "-1GiB", "6 gibs", 2**53, "9" * 400, "\u0663GiB"),
     ),
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
     "sharded": ((True, False), NO_SWITCH),

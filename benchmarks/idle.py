@@ -1,0 +1,94 @@
+"""A step on a device beside stock Accelerate: does it wait for the host at the boundary?
+
+    make bench-idle                  # on the simulated accelerator, about two minutes
+    python benchmarks/idle.py        # on this machine's accelerator
+
+A GPT-2 of 124M float32 parameters, fused AdamW, a clip in each step. *waits* reads the outcome of
+the check before it prepares the update; *launches* is the package as it is. Variants run in turn in
+one process. On the simulated accelerator kernels take an eighth of an H200's speed and compute
+nothing, and the host's Python takes its real time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from offload import LENGTH, MACHINES, Model
+
+from accel_scaler import attach
+from accel_scaler.optimizer_step import overflow_check
+
+VARIANTS = ("stock", "waits", "launches")
+WARM_UP = 3
+
+
+def step_of(variant: str, device: str) -> Callable[[], None]:
+    """One step of a new model."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator()
+    if variant != "stock":
+        attach(accelerator)
+    with torch.device(device):
+        model = Model(768, 12)
+        batch = torch.zeros(2, LENGTH, dtype=torch.long)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model, optimizer = accelerator.prepare(model, inner)
+    can_send: Any = overflow_check.can_send
+
+    def step() -> None:
+        overflow_check.can_send = (lambda _: False) if variant == "waits" else can_send
+        accelerator.backward(model(batch))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        overflow_check.can_send = can_send
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=12, help="timed ones; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="in a turn; default: %(default)s")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        parser.error("no accelerator here: make bench-idle simulates one")
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "set_cost"):
+        machine = MACHINES["H200"]
+        names = ("up_gbps", "down_gbps", "memory_gbps", "tflops")
+        speeds = (machine.gbps, machine.gbps, machine.memory, machine.tflops)
+        costs = {name: speed / machine.factor for name, speed in zip(names, speeds, strict=True)}
+        module.set_cost(arithmetic=False, **costs)
+    steps = {variant: step_of(variant, device.type) for variant in VARIANTS}
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for turn in range(WARM_UP + args.turns):
+        for variant, step in steps.items():
+            module.synchronize()
+            start = time.perf_counter()
+            for _ in range(args.steps):
+                step()
+            module.synchronize()
+            if turn >= WARM_UP:
+                times[variant].append((time.perf_counter() - start) / args.steps)
+    stock = statistics.median(times["stock"])
+    print(f"torch {torch.__version__}, {device.type}")
+    for variant, values in times.items():
+        median = statistics.median(values)
+        print(f"{variant:<10}{median * 1e3:>9.2f} ms{median / stock:>8.3f} of stock", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -92,42 +92,45 @@ class Looks:
         ``counts``: the script runs it; else a window is run again."""
         if (replica := self._mover) is None:
             return
-        self._room.begin()
-        if torch.is_grad_enabled():
-            self._forwards += counts
-        else:
-            replica.ring.release_free()  # an evaluation may take the memory between two looks
-        self._wrong += replica.has_loaded_early and counts
-        replica.drop()
+        with replica.lock:
+            self._room.begin()
+            if torch.is_grad_enabled():
+                self._forwards += counts
+            else:
+                replica.ring.release_free()  # an evaluation may take the memory between two looks
+            self._wrong += replica.has_loaded_early and counts
+            replica.drop()
 
     def module_runs(self, look: int) -> None:
         """In a forward: let go so many of the slots that go down that the peak does not rise."""
         if (replica := self._mover) is None or is_in_backward():
             return
-        ring = replica.ring
-        look += FIRST if self._is_first else 0
-        if not torch.is_grad_enabled() or (not ring.free and self._room.knows(look)):
-            self._room.leave_out()
-        else:
-            ring.release_free(self._room.in_forward(look, ring.held, ring.made))
+        with replica.lock:
+            ring = replica.ring
+            look += FIRST if self._is_first else 0
+            if not torch.is_grad_enabled() or (not ring.free and self._room.knows(look)):
+                self._room.leave_out()
+            else:
+                ring.release_free(self._room.in_forward(look, ring.held, ring.made))
 
     def gradient_came(self, look: int) -> None:
         """In a backward, on its thread: have stretches come up where there is room."""
         if (replica := self._mover) is None:
             return
-        self._is_first, ring = False, replica.ring
-        is_last = self.is_last and self._forwards >= self._usual and self._wrong < WRONG
-        if not is_last and self._room.knows(look):
-            ring.release_free()
-            self._room.leave_out()
-            return
-        left = self._room.in_backward(look, ring.held, ring.made)
-        ring.release_free(left)
-        if is_last:
-            try:
-                replica.come_up(left)
-            except torch.OutOfMemoryError:
-                self._wrong = WRONG  # there is room, in pieces that are too small
+        with replica.lock:
+            self._is_first, ring = False, replica.ring
+            is_last = self.is_last and self._forwards >= self._usual and self._wrong < WRONG
+            if not is_last and self._room.knows(look):
+                ring.release_free()
+                self._room.leave_out()
+                return
+            left = self._room.in_backward(look, ring.held, ring.made)
+            ring.release_free(left)
+            if is_last:
+                try:
+                    replica.come_up(left)
+                except torch.OutOfMemoryError:
+                    self._wrong = WRONG  # there is room, in pieces that are too small
 
     def before_step(self) -> None:
         """The step begins, or the window is skipped."""

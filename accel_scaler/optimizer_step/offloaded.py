@@ -76,7 +76,8 @@ class Loaded:
 
 
 class OffloadedReplica(Replica):
-    """As :class:`Replica`, with state in host memory. Its methods are for the training thread."""
+    """As :class:`Replica`, with state in host memory. Its methods are for the training thread, but
+    for :meth:`rest` and reads of state, which wait for a step under way."""
 
     def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
         self._ring: Ring | None = None
@@ -138,7 +139,9 @@ class OffloadedReplica(Replica):
         self._guard_state()
 
     def _before_read(self) -> None:
-        if not self.is_stepping:
+        with self.lock:  # another thread waits for the step
+            is_read_within = self.is_stepping
+        if not is_read_within:
             self.rest()
 
     def size_of(self, pair: ParameterPair) -> int:
@@ -226,10 +229,11 @@ class OffloadedReplica(Replica):
 
     def rest(self) -> None:
         """Let all be at rest in host memory, and the newest there. Waits for copies down."""
-        self.drop()
-        if self._ring is not None:
-            self._ring.release_free()
-            self._ring.settle()
+        with self.lock:
+            self.drop()
+            if self._ring is not None:
+                self._ring.release_free()
+                self._ring.settle()
 
     def take_noted_edits(self) -> None:
         self.rest()
@@ -240,9 +244,10 @@ class OffloadedReplica(Replica):
 
     def drop(self) -> None:
         """Let go what came up and was not stepped."""
-        for each in self._loaded.values():
-            self.ring.release(each.slot)
-        self._loaded.clear()
+        with self.lock:
+            for each in self._loaded.values():
+                self.ring.release(each.slot)
+            self._loaded.clear()
 
     @property
     def ring(self) -> Ring:
@@ -364,9 +369,10 @@ class OffloadedReplica(Replica):
 
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""
-        if self._looks is not None:
-            self._looks.before_step()
-        self._end_window()
+        with self.lock:
+            if self._looks is not None:
+                self._looks.before_step()
+            self._end_window()
 
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale

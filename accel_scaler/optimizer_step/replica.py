@@ -7,6 +7,7 @@ which thread steps it nor who waits.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, repeat
@@ -73,6 +74,8 @@ class Replica:
 
     def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
         self.optimizer, self.masters = optimizer, masters
+        self.lock = threading.RLock()
+        """Held for an update. Another thread that saves holds it, too."""
         refuse_unsteppable(optimizer, masters)
         self._edited: set[int] = set()
         """``id`` of parameters that were edited where no version counts."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -125,6 +126,12 @@ class ReplicaStepper(Stepper):
     def skip(self) -> None:
         self.replica.skip()
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """No step begins on another thread until the end of the block."""
+        with self.replica.lock:
+            yield
+
     # The boundary's questions.
 
     @property
@@ -211,7 +218,8 @@ class ReplicaStepper(Stepper):
         grads = [p.grad for p in self.replica.params]
         if any(grad is not None for grad in grads):
             self._forbid_sparse(grads)
-            self._update(grads, deferred or DeferredUnscale())
+            with self.replica.lock:
+                self._update(grads, deferred or DeferredUnscale())
         self._run_hooks("post")
 
     def step_idle(self) -> None:

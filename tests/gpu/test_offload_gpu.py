@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +181,33 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # Bits.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_thread_may_save_at_any_moment(dtype: torch.dtype) -> None:
+    """It waits for a step under way, and what came up early comes up again."""
+
+    def play(run: Run) -> None:
+        is_over, errors = threading.Event(), []
+
+        def save() -> None:
+            while not is_over.wait(0.002):
+                try:
+                    run.optimizer.state_dict()
+                except Exception as error:
+                    errors.append(error)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        try:
+            for step in range(STEPS):
+                run.step(step)
+        finally:
+            is_over.set()
+            thread.join()
+        assert errors == []
+
+    assert_equal_runs(play, fused_adamw, AUTO, dtype=dtype)
 
 
 @pytest.mark.parametrize("make", [fused_sgd, fused_adamw])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import OrderError, OverflowStreakError, listed
+from ..errors import OrderError, OverflowStreakError, UnsupportedError, listed
 from ..scaling import (
     LOW_PRECISION,
     MAX_NAMES,
@@ -244,7 +244,9 @@ class Boundary:
         try:
             is_launched = stepper.launch(record.deferred, sent)
             record.settle()
-        except BaseException:  # the device goes on: the window must not be stepped once more
+        except BaseException as error:  # the device goes on: the window must not be stepped again
+            if not is_launched and isinstance(error, (OrderError, UnsupportedError)):
+                return False  # step() refuses it, too, once the window is closed
             made = "some parameters may have moved"
             if is_launched:
                 record.settle()

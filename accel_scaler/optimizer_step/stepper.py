@@ -19,14 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import (
-    DeferredUnscale,
-    SentCheck,
-    call_fused,
-    match_layout,
-    parameters_of,
-    stepped,
-)
+from ..scaling import DeferredUnscale, SentCheck, call_fused, match_layout, parameters_of, stepped
 from .arena import Arena, Held, Placed
 from .blocks import FusedRule, Run, Scratch, neighbours, rule_of
 

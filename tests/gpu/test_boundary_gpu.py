@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel_scaler import AsyncOptimizer, GradScaler
+from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
 from accel_scaler.optimizer_step import overflow_check
 from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler.optimizer_step.replica import Replica
 from accel_scaler.scaling import SentCheck
 
 FULL, LOW = torch.float32, torch.bfloat16
@@ -355,3 +356,24 @@ def test_an_interrupt_while_the_host_waits_ends_the_window(
     for one, other in zip(found.params, expected.params, strict=True):
         assert torch.equal(one, other)
     assert str(found.numbers()[0]) == str(expected.numbers()[0])
+
+
+def test_a_refused_update_is_no_interrupted_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step refuses it, in an ordinary window."""
+    training = Training("adamw", LOW)
+    for step in range(3):
+        training.backward(step)
+        training.boundary.step(training.optimizer)
+        training.optimizer.zero_grad()
+    training.backward(3)
+
+    def refused(*_: object) -> None:
+        raise UnsupportedError("no")
+
+    monkeypatch.setattr(Replica, "prepare", refused)
+    with pytest.raises(UnsupportedError, match="no"):
+        training.boundary.step(training.optimizer)
+    assert training.scaler.window.closed
+    assert "interrupted" not in caplog.text

@@ -24,6 +24,7 @@ from .room import Room
 
 if TYPE_CHECKING:
     from .offloaded import OffloadedReplica
+    from .ring import Ring
 
 MOMENTS = 32
 """Looks at a backward, and at a forward, at most: each asks the allocator."""
@@ -52,6 +53,9 @@ class Looks:
         """The next backward is a window's last, as far as the caller knows."""
         self._is_first = True
         """The next forward is the first after a step."""
+        self._is_evaluation = False
+        """The forward that runs has no backward. One that has may run modules without gradients,
+        too: those that are checkpointed."""
         self._forwards = self._forwards_before = self._wrong = 0
         """Forwards in this window and in the last one; how often one came where a step was
         expected."""
@@ -94,7 +98,8 @@ class Looks:
             return
         with replica.lock:
             self._room.begin()
-            if torch.is_grad_enabled():
+            self._is_evaluation = not torch.is_grad_enabled()
+            if not self._is_evaluation:
                 self._forwards += counts
             else:
                 replica.ring.release_free()  # an evaluation may take the memory between two looks
@@ -107,10 +112,11 @@ class Looks:
             return
         with replica.lock:
             ring = replica.ring
-            look += FIRST if self._is_first else 0
-            if not torch.is_grad_enabled() or (not ring.free and self._room.knows(look)):
+            is_known = not self._is_first and not ring.free and self._room.knows(look)
+            if self._is_evaluation or is_known:
                 self._room.leave_out()
             else:
+                look += FIRST if self._is_first else 0
                 ring.release_free(self._room.in_forward(look, ring.held, ring.made))
 
     def gradient_came(self, look: int) -> None:
@@ -137,12 +143,14 @@ class Looks:
         if replica := self._replica():
             self._room.end(replica.ring.held, replica.ring.made)
 
-    def after_step(self) -> None:
-        """The step has ended, or the window was skipped."""
+    def after_step(self, ring: Ring) -> None:
+        """The step has ended, or the window was skipped: let go so many slots that the peak does
+        not rise until the next forward."""
         if self._forwards == self._forwards_before:
             self._usual = self._forwards
         self._forwards_before, self._forwards, self._is_first = self._forwards, 0, True
-        self._room.after_step()
+        left = self._room.after_step(ring.held, ring.made)
+        ring.release_free(left if self.are_in_forward else 0)
 
 
 class BeforeModule:

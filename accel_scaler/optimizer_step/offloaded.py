@@ -362,10 +362,12 @@ class OffloadedReplica(Replica):
 
     def _end_window(self) -> None:
         self.drop()
-        if self._looks is not None:
-            self._looks.after_step()
-        if self._ring is not None and not (self._looks and self._looks.are_in_forward):
+        if self._ring is None:
+            return
+        if self._looks is None:
             self._ring.release_free()
+        else:
+            self._looks.after_step(self._ring)
 
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""

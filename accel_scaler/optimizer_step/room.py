@@ -7,7 +7,7 @@ notes what the run itself has allocated then, ``own``, and all that was allocate
 next look, ``made``, freed or not. In between the run cannot have more than ``own + made``, whatever
 its kernels take for a moment. What that leaves below the peak is room for slots:
 
-- in the forward until the next look, where more of them are let go;
+- from the end of a step, and in the forward, until the next look, where more of them are let go;
 - in the backward until the step, so the largest sum from a look to the step counts.
 
 This is so for a window no larger than one before: looks keep the largest numbers, and in a larger
@@ -22,8 +22,8 @@ import torch
 
 from ..devices import memory_use
 
-STEP = -1
-"""The look at the begin of the step."""
+STEP, AFTER = -1, -2
+"""The looks at the begin of the step, and at its end."""
 
 TOLERANCE = 256
 """A window is larger than one before if at some look it has more by this part of the peak: a script
@@ -45,8 +45,9 @@ class Room:
         """The most that it may have had from each look of the backward to the step."""
         self._order: list[int] = []
         """The looks of this forward and backward."""
-        self._last: tuple[int, int] | None = None
-        """Of the last look: what the run itself had allocated, all it ever had."""
+        self._last: tuple[int, int, int] | None = None
+        """The last look, unless some were left out since: its number, what the run itself had
+        allocated, all it ever had."""
         self._is_larger = False
         """This window is larger than any before."""
 
@@ -74,13 +75,13 @@ class Room:
             return False
         own, ever = use.now - held, use.ever - made
         if self._last is not None:
-            before, (had, until) = self._order[-1], self._last
+            before, had, until = self._last
             self._most[before] = max(had + ever - until, self._most.get(before, 0))
         known = self._own.get(look, own)
         self._is_larger = self._is_larger or own > known + self._peak // TOLERANCE
         self._own[look] = max(own, self._own.get(look, 0))
         self._order.append(look)
-        self._last = own, ever
+        self._last = look, own, ever
         return not self._is_larger
 
     def knows(self, look: int) -> bool:
@@ -93,7 +94,7 @@ class Room:
 
     def begin(self) -> None:
         """A forward begins."""
-        self._order, self._last = [], None
+        self._order = []
 
     def end(self, held: int, made: int) -> None:
         """The step begins, or the window is skipped."""
@@ -106,12 +107,13 @@ class Room:
             self._ahead[look] = most
         self.begin()
 
-    def after_step(self) -> None:
-        """The step has ended."""
+    def after_step(self, held: int, made: int) -> int:
+        """The step has ended; as :meth:`in_forward`."""
         use = memory_use(self._device)
         if use is not None and use.peak > self._peak + self._reserve:
             if self._is_larger or not self._peak:
                 self._peak = use.peak
             else:
                 self._reserve = use.peak - self._peak
-        self._is_larger = False
+        self._is_larger, self._last = False, None
+        return self.in_forward(AFTER, held, made)

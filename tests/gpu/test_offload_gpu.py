@@ -10,6 +10,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from accelerators import DEVICE, KIND, adamw, fused_adamw, is_simulated, module, synchronize
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import offloaded
@@ -530,25 +532,155 @@ def test_after_a_step_that_fails_masters_are_the_parameters(
 # Memory.
 
 
+def peak_of(steps: Callable[[], Callable[[int], None]]) -> int:
+    """The bytes at the peak of steps, over what there was before they were made."""
+    gc.collect()
+    synchronize()
+    torch.accelerator.reset_peak_memory_stats(DEVICE)
+    before = torch.accelerator.memory_allocated(DEVICE)
+    step = steps()
+    for number in range(STEPS):
+        step(number)
+    return torch.accelerator.max_memory_allocated(DEVICE) - before
+
+
+SLACK = 512 * 64
+"""Bytes: state dicts, and the counts of parameters."""
+
+
 @pytest.mark.usefixtures("memory_counter")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_peak_is_that_of_the_ring(dtype: torch.dtype, micro_batches: int) -> None:
-    peaks = []
-    for settings in (RING, AUTO):
+    def steps(settings: dict[str, Any]) -> Callable[[int], None]:
         run = Run(dtype=dtype, **settings)
-        gc.collect()
-        synchronize()
-        torch.accelerator.reset_peak_memory_stats(DEVICE)
-        before = torch.accelerator.memory_allocated(DEVICE)
-        for step in range(STEPS * micro_batches):
-            run.backward(step)
-            if step % micro_batches == micro_batches - 1:
-                run.finish()
-        peaks.append(torch.accelerator.max_memory_allocated(DEVICE) - before)
-        run.optimizer.close()
-        del run
-    assert peaks[1] <= peaks[0] + 512 * 64  # state dicts, and the counts of parameters
+
+        def step(number: int) -> None:
+            for micro_batch in range(micro_batches):
+                run.backward(number * micro_batches + micro_batch)
+            run.finish()
+
+        return step
+
+    ring, auto = (peak_of(partial(steps, settings)) for settings in (RING, AUTO))
+    assert auto <= ring + SLACK
+
+
+class Layers(nn.Module):
+    """``checkpoint``: each layer is run again in the backward, by reentrant checkpointing."""
+
+    def __init__(self, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.checkpoint = checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.checkpoint else layer(x)
+            x = x.relu()
+        return x
+
+
+def optimizer_of(net: nn.Module, settings: dict[str, Any]) -> Any:
+    return AsyncOptimizer(fused_adamw(net.parameters()), net, step_mode="sync", **settings)
+
+
+def train(net: nn.Module, optimizer: Any, rows: int, noise: Tensor | float = 0.0) -> None:
+    x = torch.randn(rows, 64, device=DEVICE, requires_grad=True)
+    (net(x) - noise).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def in_turn(settings: dict[str, Any]) -> Callable[[int], None]:
+    """Two models are trained in turn."""
+    nets = [Layers().to(DEVICE) for _ in range(2)]
+    optimizers = [optimizer_of(net, settings) for net in nets]
+
+    def step(_: int) -> None:
+        for net, optimizer, rows in zip(nets, optimizers, (64, 600), strict=True):
+            train(net, optimizer, rows)
+
+    return step
+
+
+def beside_another(settings: dict[str, Any]) -> Callable[[int], None]:
+    """Between two steps a model is trained of which offload knows nothing."""
+    net, other = Layers().to(DEVICE), Layers().to(DEVICE)
+    optimizer, plain = optimizer_of(net, settings), torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step(_: int) -> None:
+        train(net, optimizer, 500)
+        train(other, plain, 500)
+
+    return step
+
+
+def with_a_teacher(settings: dict[str, Any]) -> Callable[[int], None]:
+    net, teacher = Layers().to(DEVICE), Layers().to(DEVICE)
+    optimizer = optimizer_of(net, settings)
+
+    def step(_: int) -> None:
+        with torch.no_grad():
+            noise = teacher(torch.randn(2000, 64, device=DEVICE))[:500]
+        train(net, optimizer, 500, noise)
+
+    return step
+
+
+def checkpointed(settings: dict[str, Any]) -> Callable[[int], None]:
+    net = Layers(checkpoint=True).to(DEVICE)
+    optimizer = optimizer_of(net, settings)
+    return lambda _: train(net, optimizer, 2000)
+
+
+def out_of_proportion(settings: dict[str, Any]) -> Callable[[int], None]:
+    """A short and then a long target."""
+
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = Layers(), Layers()
+
+        def forward(self, source: int, target: int) -> Tensor:
+            hidden = self.encoder(torch.randn(source, 64, device=DEVICE)).mean(0)
+            found: Tensor = self.decoder(hidden.expand(target, 64) * 1.0)
+            return found
+
+    net = Translator().to(DEVICE)
+    optimizer = optimizer_of(net, settings)
+
+    def step(number: int) -> None:
+        net(*((900, 200) if number % 2 else (200, 900))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def part_evaluated(settings: dict[str, Any]) -> Callable[[int], None]:
+    """A part of the model is called between two steps."""
+    net = Layers().to(DEVICE)
+    optimizer = optimizer_of(net, settings)
+
+    def step(_: int) -> None:
+        train(net, optimizer, 500)
+        with torch.no_grad():
+            net.layers[0](torch.randn(4000, 64, device=DEVICE))
+
+    return step
+
+
+@pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize(
+    "make",
+    [in_turn, beside_another, with_a_teacher, checkpointed, out_of_proportion, part_evaluated],
+)
+def test_the_peak_is_that_of_the_ring_also(
+    make: Callable[[dict[str, Any]], Callable[[int], None]],
+) -> None:
+    ring, auto = (peak_of(partial(make, settings)) for settings in (RING, AUTO))
+    assert auto <= ring + SLACK
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 8), (torch.float16, 12)])

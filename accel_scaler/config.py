@@ -89,13 +89,22 @@ NORM = Kind(
 BYTES = {unit: 1024**n for n, unit in enumerate(("", "K", "M", "G", "T"))}
 
 
-def size_of(value: Any) -> int | None:
-    """Bytes of a number or of a text such as ``"6GiB"``; None where it is none."""
+COUNTS = {unit: 1000**n for n, unit in enumerate(("", "K", "M", "B", "T"))}
+
+
+def amount_of(value: Any, units: dict[str, int], after: str = "") -> int | None:
+    """What a number or a text says in ``units``, each followed by the pattern ``after``; None where
+    it is none."""
     if type(value) is int:
         return value if 0 <= value < 2**53 else None
-    form = r"([0-9]{1,16}(?:\.[0-9]+)?) ?([KMGT]?)i?B?"
+    form = rf"([0-9]{{1,16}}(?:\.[0-9]+)?) ?([{''.join(units)}]?){after}"
     found = re.fullmatch(form, value) if type(value) is str else None
-    return None if found is None else int(float(found[1]) * BYTES[found[2]])
+    return None if found is None else round(float(found[1]) * units[found[2]])
+
+
+def size_of(value: Any) -> int | None:
+    """Bytes of a number or of a text such as ``"6GiB"``; None where it is none."""
+    return amount_of(value, BYTES, "i?B?")
 
 
 SIZE = Kind(

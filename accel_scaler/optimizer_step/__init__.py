@@ -18,6 +18,7 @@ from .masters import (
 )
 from .mistakes import DroppedBatches as DroppedBatches
 from .observer import Observer as Observer
+from .offloaded import ring_bytes as ring_bytes
 from .owners import (
     own_parameters as own_parameters,
     refuse_replaced_owner as refuse_replaced_owner,

@@ -559,6 +559,11 @@ def is_moved(key: str, value: Tensor, like: Tensor) -> bool:
     return key not in SCALARS and value.is_floating_point() and value.shape == like.shape
 
 
+def ring_bytes(elements: int, keys: int) -> int:
+    """Bytes of the slots for so many elements, of which each has ``keys`` float32 numbers."""
+    return 4 * keys * min(elements, COUNT * _block_length(elements))
+
+
 def _block_length(elements: int) -> int:
     """Elements of a stretch, of so many in all; registers end there."""
     length = min(max(elements // BLOCKS, SMALLEST_BLOCK), DEVICE_BLOCK)

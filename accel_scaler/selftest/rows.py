@@ -6,10 +6,9 @@ import os
 import sys
 import tempfile
 import textwrap
-import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import ne
 from typing import Literal
 
@@ -18,10 +17,12 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
-from ..console import number
-from ..devices import device_name, is_host, on_stream, pinned_zeros, present_type
-from ..errors import UnsupportedError
+from ..console import number, plain
+from ..devices import device_name, is_host, present_type, total_memory
+from ..errors import ConfigError, UnsupportedError
 from ..scaling import GradScaler
+from .bus import copies, tflops
+from .sizes import WIDTH
 from .training import WINDOWS, Case, Seen, Window, joined, reference, scaled_by, trained
 
 CASES = {
@@ -32,8 +33,9 @@ CASES = {
 """Each is trained attached, and by ``reference`` in plain torch."""
 LARGE = 2048, 3072
 """Widths of a model whose state passes through the device in seven stretches."""
-COPIED = 256 << 20
-"""Bytes of one copy that is timed."""
+LINE = "{:<25}  {:<7}  {}".format
+RESULT_WIDTH = WIDTH - len(LINE("", "", ""))
+OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
 NOTHING_TO_MOVE = "no accelerator: state is in host memory anyway"
 
 
@@ -46,6 +48,16 @@ class Result:
     got: str = ""
     expected: str = ""
     reason: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What the row has measured."""
+
+    def lines(self) -> Iterator[str]:
+        """The row as it is printed; ``expected`` only where it differs."""
+        differs = self.expected not in ("", self.got)
+        parts = [self.got, f"expected {self.expected}" * differs, self.reason]
+        texts = [text for part in parts for text in textwrap.wrap(part, RESULT_WIDTH)]
+        for at, text in enumerate(texts or [""]):
+            yield LINE(*("", "") if at else (self.row, self.status), text).rstrip()
 
 
 def compare(row: str, got: Seen, expected: Seen) -> Result:
@@ -97,35 +109,27 @@ def offload(row: str) -> Result:
 
 def bus(row: str) -> Result:
     """GB/s of copies between host memory and the device, as offload makes them; ranks copy at
-    once. The best of five, after one that does not count."""
+    once."""
     device = PartialState().device
     if is_host(device):
         return Result(row, "not run", reason=NOTHING_TO_MOVE)
-    there = [torch.zeros(COPIED // 4, device=device) for _ in range(2)]
-    host, unpin = zip(*(pinned_zeros(COPIED // 4, there[0].device) for _ in there), strict=True)
-    copies = {"up": (there[0], host[0]), "down": (host[1], there[1])}
-    streams = {way: torch.Stream(there[0].device) for way in copies}
-
-    def speed(*ways: str) -> float:
-        torch.accelerator.synchronize()
-        start = time.perf_counter()
-        for way in ways:
-            with on_stream(streams[way]):
-                copies[way][0].copy_(copies[way][1], non_blocking=True)
-        for way in ways:
-            streams[way].synchronize()
-        return COPIED * len(ways) / (time.perf_counter() - start) / 1e9
-
-    try:
-        reason = "" if all(memory.is_pinned() for memory in host) else "memory that is not pinned"
-        every = [("up",), ("down",), ("up", "down")]
-        up, down, both = (max([speed(*ways) for _ in range(6)][1:]) for ways in every)
-    finally:
-        for each in filter(None, unpin):
-            each()
+    up, down, both, is_pinned = copies(device)
     return Result(
-        row, "ok", f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}", reason=reason
+        row,
+        "ok",
+        f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}",
+        reason="" if is_pinned else "memory that is not pinned",
+        numbers={"up": up, "down": down, "both": both},
     )
+
+
+def product(row: str) -> Result:
+    """TFLOP/s of the device."""
+    device = PartialState().device
+    if is_host(device):
+        return Result(row, "not run", reason=NOTHING_TO_MOVE)
+    found = tflops(device)
+    return Result(row, "ok", f"{found:.3g}, float16", numbers={"tflops": found})
 
 
 def resume(row: str) -> Result:
@@ -162,49 +166,67 @@ def ranks(row: str) -> Result:
 ROWS: dict[str, Callable[[str], Result]] = {
     "scaler is torch's": beside_torchs_scaler,
     **dict.fromkeys(CASES, beside_plain_torch),
-    "offload equals no offload": offload,
-    "GB/s of offload's copies": bus,
+    OFFLOAD: offload,
+    BUS: bus,
     "retry loses no batch": retried,
     "save and resume": resume,
     "ranks agree": ranks,
 }
+SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, "TFLOP/s of products": product}
+"""The rows from which :mod:`.sizes` says what offload costs."""
+LONG = {
+    OFFLOAD: "four trainings of 6.3 million parameters",
+    BUS: "18 copies of 256 MiB",
+}
+"""Rows that take long on a device, and why."""
 
 
 def device(processes: int) -> Result:
-    """Whether the named device, or else Accelerate's choice, is there."""
-    row, present = "device", present_type()
+    """The named device, or else Accelerate's choice. Raises ``ConfigError`` where it is not there,
+    or not for so many processes."""
+    present = present_type()
     default = "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else present
     name = os.environ.get("ACCELERATE_TORCH_DEVICE", default)
     try:
         found = torch.empty(1, device=name).device
         if found.type not in ("cpu", present):
-            raise ValueError(f"no device that trains; torch.accelerator is {present}")
+            raise ValueError("it trains nothing")
     except Exception as error:  # each backend has a class of its own
         expected = "cpu" if present == "cpu" else f"cpu or {present}"
-        return Result(row, "failed", name, expected, _line(error))
+        raise ConfigError(f"device {name!r}: expected {expected} ({_line(error)}).") from error
     is_cpu = found.type == "cpu"
     most = max(os.cpu_count() or 1, 2) if is_cpu else torch.accelerator.device_count()
     if not 1 <= processes <= most:
-        return Result(
-            row, "failed", f"{processes} processes", f"1 to {most}, each on a {found.type}"
+        raise ConfigError(
+            f"--num_processes: got {processes}, expected 1 to {most}, each on a {found.type}."
         )
+    total = None if is_host(found) else total_memory(found)
+    memory = "" if total is None else f", {total / 1e9:.1f} GB"
     versions = f"torch {torch.__version__}, Accelerate {accelerate.__version__}"
-    return Result(row, "ok", f"{found.type}, {device_name(found)}", reason=versions)
+    return Result("device", "ok", f"{found.type}, {device_name(found)}{memory}", reason=versions)
 
 
-def in_turn(first: Result) -> Iterator[Result]:
-    """``first``, then each row at its end; on ranks other than 0 nothing."""
-    names = list(ROWS)
+def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator[Result | str]:
+    """``first``, then each of ``rows`` at its end, a line of text before one that takes long; on
+    ranks other than 0 nothing."""
+    names = list(rows)
     with joined() as state:
         if state.is_main_process:
             yield first
         for name in names:
-            mine = attempt(name, ROWS[name])
+            if state.is_main_process and name in LONG and not is_host(state.device):
+                yield f"running {name}: {LONG[name]} ..."
+            mine = attempt(name, rows[name])
             try:
                 every: list[Result] = gather_object([mine])
             except RuntimeError as error:
                 names.clear()  # the ranks are apart: each prints its own row, and no row follows
-                print(f"rank {state.process_index}: {mine}", file=sys.stderr)
+                print(
+                    f"rank {state.process_index}:",
+                    *map(plain, mine.lines()),
+                    sep="\n",
+                    file=sys.stderr,
+                )
                 every = [Result(name, "failed", _line(error), "an answer of each rank")]
             if state.is_main_process:
                 yield next((each for each in every if each.status == "failed"), mine)

@@ -23,9 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import offloaded
 from accel_scaler.optimizer_step.ring import Block, Ring, Slot
+from accel_scaler.selftest import sizes
 
 STEPS, OVERFLOW = 8, 4
 WORDS = 70
+WIDE, LAYERS = 512, 6
+"""A layer has a stretch of its own."""
 
 AUTO: dict[str, Any] = {"offload": "cpu"}
 RING: dict[str, Any] = {"offload": "cpu", "offload_budget": 0}
@@ -696,6 +699,47 @@ def test_host_memory_is_that_of_the_state_alone(dtype: torch.dtype, size: int) -
         run.step(step)
     after = {pair.arena for pair in run.optimizer._stepper.replica.pairs}
     assert pinned == [memory.data_ptr() for arena in after for memory in arena.memory.values()]
+
+
+@pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [("float32", torch.float32), ("16-bit", torch.bfloat16)]
+)
+def test_memory_is_what_the_self_test_says(
+    monkeypatch: pytest.MonkeyPatch, weights: str, dtype: torch.dtype
+) -> None:
+    """But for what is small: counts of steps, samples of 16-bit parameters that tell edits, and the
+    float32 gradients of some parameters."""
+    monkeypatch.setattr(offloaded, "SMALLEST_BLOCK", WIDE * WIDE)
+    small = 9 * WIDE * WIDE if weights == "16-bit" else 0
+    expected = sizes.memory(WIDE * WIDE * LAYERS, weights)
+    for settings, has in (
+        ({"offload": "cpu", "offload_budget": 0}, expected.offload),
+        ({"master_weights": "fp32"}, expected.copied),
+        (None, expected.stock),
+    ):
+        gc.collect()
+        synchronize()
+        before = torch.accelerator.memory_allocated(DEVICE)
+        layers = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)]
+        net = nn.Sequential(*layers).to(DEVICE, dtype)
+        inner: Any = torch.optim.AdamW(net.parameters(), fused=True)
+        optimizer = inner if settings is None else AsyncOptimizer(inner, net, **settings)
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        synchronize()
+        rest = torch.accelerator.memory_allocated(DEVICE) - before
+        assert has <= rest <= 1.02 * has + small
+        torch.accelerator.reset_peak_memory_stats(DEVICE)
+        optimizer.step()
+        synchronize()
+        more = torch.accelerator.max_memory_allocated(DEVICE) - before - rest
+        if settings is not None and "offload" in settings:
+            assert expected.slots <= more <= 1.02 * expected.slots + small
+        if settings is not None:
+            optimizer.close()
+        del net, layers, inner, optimizer, p
 
 
 def test_streams_are_made_once() -> None:

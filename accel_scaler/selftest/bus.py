@@ -1,0 +1,80 @@
+"""How fast this machine copies between host memory and its device, and how fast that multiplies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..devices import on_stream, pinned_zeros
+
+COPIED = 256 << 20
+"""Bytes of one copy that is timed."""
+NARROWEST, WIDEST = 256, 8192
+"""Widths of the matrices that are multiplied."""
+LONG_ENOUGH = 2e-3
+"""Seconds of a product beside which the time to launch it is small."""
+
+
+class Copies(NamedTuple):
+    """GB/s of copies between host memory and the device; ``both``: the sum of the two ways."""
+
+    up: float
+    down: float
+    both: float
+    is_pinned: bool
+
+
+def copies(device: torch.device) -> Copies:
+    """Measure copies as offload makes them, the best of five. Synchronises with the device."""
+    there = [torch.zeros(COPIED // 4, device=device) for _ in range(2)]
+    host, unpin = zip(*(pinned_zeros(COPIED // 4, there[0].device) for _ in there), strict=True)
+    pairs = {"up": (there[0], host[0]), "down": (host[1], there[1])}
+    streams = {way: torch.Stream(there[0].device) for way in pairs}
+
+    def speed(*ways: str) -> float:
+        def copy() -> None:
+            for way in ways:
+                with on_stream(streams[way]):
+                    pairs[way][0].copy_(pairs[way][1], non_blocking=True)
+            for way in ways:
+                streams[way].synchronize()
+
+        return COPIED * len(ways) / best(copy) / 1e9
+
+    try:
+        is_pinned = all(memory.is_pinned() for memory in host)
+        return Copies(speed("up"), speed("down"), speed("up", "down"), is_pinned)
+    finally:
+        for each in filter(None, unpin):
+            each()
+
+
+def tflops(device: torch.device) -> float:
+    """TFLOP/s of a product of float16 matrices, the best of five. Their width doubles until one
+    product takes long enough to be timed. Synchronises with the device."""
+    width = NARROWEST
+    while True:
+        a, b = torch.rand(2, width, width, device=device).half()
+
+        def multiply(a: torch.Tensor = a, b: torch.Tensor = b) -> None:
+            torch.mm(a, b)
+            torch.accelerator.synchronize()
+
+        seconds = best(multiply)
+        if seconds > LONG_ENOUGH or width >= WIDEST:
+            return 2 * width**3 / seconds / 1e12
+        width *= 2
+
+
+def best(function: Callable[[], None]) -> float:
+    """Seconds of the fastest of five calls, after one that does not count."""
+    found = []
+    for _ in range(6):
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - start)
+    return min(found[1:])

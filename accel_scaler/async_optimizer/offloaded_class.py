@@ -61,8 +61,8 @@ def offloaded(
     For code that takes a class, or has no accelerator to ``attach`` to. It neither checks nor
     scales, so it is used as ``cls`` is: with torch's scaler and clip, schedulers, closures,
     ``state_dict`` in torch's layout and back. float16 and bfloat16 parameters are stepped through
-    float32 masters, as ``master_weights="fp32"`` does. State that was made on a CPU moves along
-    when the model moves.
+    float32 masters, as ``master_weights="fp32"`` does. It may be made before the model is moved to
+    its device.
 
     Args:
         cls: an elementwise optimizer of torch.

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 from accel_scaler import AsyncOptimizer, attach, offloaded
+from accel_scaler.optimizer_step.ring import Ring
 
 EVERY: list[tuple[Any, dict[str, Any]]] = [
     (AdamW, {"lr": 0.05}),
@@ -94,6 +95,26 @@ def test_state_takes_no_memory_of_the_device() -> None:
         del p, optimizer
     assert peaks[0] - peaks[1] > 31 << 20
     assert kept[0] - kept[1] > 60 << 20
+
+
+@pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize("watched", [False, True])
+def test_state_comes_up_in_the_backward_where_the_model_is_given(
+    watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, load = [0], Ring.load
+
+    def counted(self: Ring, *args: Any) -> None:
+        loads[0] += 1
+        load(self, *args)
+
+    monkeypatch.setattr(Ring, "load", counted)
+    loop = Loop(AdamW, DEVICE, offload=True, watched=watched, lr=0.05)
+    for step in range(4):
+        loop.step(step)
+    assert loads == [3], "one stretch, which the first step makes"
+    loop.loss(4).backward()  # type: ignore[no-untyped-call]
+    assert loads == [4 if watched else 3]
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])

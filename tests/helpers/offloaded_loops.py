@@ -33,7 +33,7 @@ class Loop:
         self.seen: list[Tensor] = []
 
     def loss(self, step: int) -> Tensor:
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).to(self.device)
+        x = torch.randn(512, 8, generator=torch.Generator().manual_seed(step)).to(self.device)
         loss: Tensor = self.net(x).pow(2).mean()
         self.seen.append(loss.detach())
         return loss

@@ -48,15 +48,15 @@ WITHOUT_TORCH = {
 
 MAX_LINES = {
     "scaling": 2_591,
-    "optimizer_step": 5_244,
-    "async_optimizer": 1_758,
+    "optimizer_step": 5_252,
+    "async_optimizer": 1_859,
     "integrations": 1_385,
     "overflow": 3_087,
     "telemetry": 1_554,
     "report": 898,
     "launch": 433,
     "selftest": 568,
-    "": 1_055,
+    "": 1_057,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules.
 

@@ -7,5 +7,6 @@ no telemetry.
 """
 
 from .async_stepper import AsyncStepper as AsyncStepper
+from .offloaded_class import offloaded as offloaded
 from .optimizer import AsyncOptimizer as AsyncOptimizer
 from .worker import Worker as Worker

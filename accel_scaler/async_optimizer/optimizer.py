@@ -18,7 +18,7 @@ from ..config import Offload, StepMode, StepSettings, merge
 from ..devices import warn_where_idle
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
-from ..optimizer_step import Boundary, boundary_of, master_rule, own_parameters
+from ..optimizer_step import Boundary, MasterRule, boundary_of, master_rule, own_parameters
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from .async_stepper import AsyncStepper
 from .worker import Worker
@@ -95,13 +95,12 @@ class AsyncOptimizer(Optimizer):
         self._config, self._closed = replace(config, enabled=scaled), False
         self._worker = Worker()
         device = parameters_of(optimizer)[0].device
-        warn_where_idle(config.step_mode, config.offload, device)
         names = ParameterNames() if scaler is None else scaler.parameter_names
         if model is not None:
             names.add_module(model)
         self._stepper = AsyncStepper(
             optimizer,
-            master_rule(self._config, device),
+            self._rule(device),
             config.step_mode,
             worker=self._worker,
             guards_backward=not scaled,
@@ -122,6 +121,10 @@ class AsyncOptimizer(Optimizer):
         except BaseException:
             self.close()
             raise
+
+    def _rule(self, device: torch.device) -> MasterRule:
+        warn_where_idle(self._config.step_mode, self._config.offload, device)
+        return master_rule(self._config, device)
 
     def _watch(self) -> None:
         if self.model is not None:
@@ -360,8 +363,8 @@ class AsyncOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "an AsyncOptimizer is not copied or pickled. Save model.state_dict() and "
-            "optimizer.state_dict(), make another model and AsyncOptimizer, and load them there."
+            f"an {type(self).__name__} is not copied or pickled. Save model.state_dict() and "
+            "optimizer.state_dict(), make another model and optimizer, and load them there."
         )
 
     def __repr__(self) -> str:

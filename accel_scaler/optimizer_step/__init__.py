@@ -33,6 +33,7 @@ from .stepper import (
 )
 from .supported_optimizers import (
     is_splittable as is_splittable,
+    refuse_class as refuse_class,
     refuse_overlapping as refuse_overlapping,
     refuse_unsteppable as refuse_unsteppable,
 )

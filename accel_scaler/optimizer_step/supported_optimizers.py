@@ -41,6 +41,18 @@ def is_known(cls: type[Optimizer]) -> bool:
     return of_torch or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
 
 
+def refuse_class(cls: type[Optimizer]) -> None:
+    """Raise ``UnsupportedError`` for a class whose state cannot pass through the device in
+    stretches."""
+    apart = _BY_MATRIX | {"SparseAdam"}
+    if not is_known(cls) or cls.__name__ in apart:
+        names = ", ".join(name for name in _BY_PARAMETER if name not in apart)
+        raise UnsupportedError(
+            f"offloaded: got {cls.__module__}.{cls.__name__}, expected a class of torch.optim, not "
+            f"derived from, whose step treats each element alone ({names})."
+        )
+
+
 def is_splittable(optimizer: Optimizer) -> bool:
     """Whether stepping some parameters, then the others, is the same as stepping all."""
     # A method on the instance is another step; refuse_replaced looks at ``step`` itself.

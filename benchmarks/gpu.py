@@ -2,11 +2,12 @@
 
     python benchmarks/gpu.py                  # a variant that does not fit is out of memory
     python benchmarks/gpu.py --largest        # how many parameters fit, for each variant
+    python benchmarks/gpu.py --gpt2           # what the boundary costs, beside Accelerate's own
     python benchmarks/gpu.py --device cpu --layers 2 --width 32 --heads 2 --vocab 64 --length 16
 
 Each variant runs in a process of its own, all of them once a round, in turn; ratios are of
-medians over all rounds. Peers are absent where they are not installed: ``peers.py`` shows how each
-peer is set up.
+medians over all rounds, to the first variant of the same precision. Peers are absent where they are
+not installed: ``peers.py`` shows how each peer is set up.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ from peers import VARIANTS, Job, Loop, Shape, Variant
 from torch import Tensor
 
 MARK = "RESULT "
+GPT2: dict[str, Any] = {
+    **{"layers": 12, "width": 768, "heads": 12, "vocab": 50257, "batch": 8, "tied": 1},
+    **{"accumulation": [1, 4], "windows": 20},
+    "variants": ["accelerate", "sync", "accelerate bf16", "sync bf16"],
+}
+"""Defaults with ``--gpt2``."""
 WARM_UP = 3
 """Windows before the first timed one: state is made, the order of use is learnt."""
 
@@ -56,7 +63,7 @@ class Row:
 
     name: str
     tokens: float | None = None
-    to_stock: float | None = None
+    to_peer: float | None = None
     peak: float | None = None
     remark: str = ""
 
@@ -196,16 +203,17 @@ def rows_of(results: list[Result], names: Iterable[str], tokens: int) -> list[Ro
             continue
         row.tokens = tokens / medians[name]
         row.peak = peaks[name] / 2**30 if peaks[name] else None
-        if "stock" in medians:
-            row.to_stock = medians["stock"] / medians[name]
+        peer = medians.get(variant.peer) or medians.get("accelerate")
+        if peer is not None:
+            row.to_peer = peer / medians[name]
     return rows
 
 
 def show(rows: list[Row]) -> str:
     """The rows as text."""
-    lines = [f"{'variant':<17}{'tokens/s':>10}{'to stock':>10}{'peak GiB':>10}"]
+    lines = [f"{'variant':<17}{'tokens/s':>10}{'to peer':>10}{'peak GiB':>10}"]
     for row in rows:
-        cells = [cell(row.tokens, 10, 0), cell(row.to_stock, 10, 2), cell(row.peak, 10, 2)]
+        cells = [cell(row.tokens, 10, 0), cell(row.to_peer, 10, 2), cell(row.peak, 10, 2)]
         lines.append(f"{row.name:<17}{''.join(cells)}  {row.remark}".rstrip())
     return "\n".join(lines)
 
@@ -291,6 +299,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--tied", type=int, default=0, choices=(0, 1), help="first and last layer")
+    parser.add_argument(
+        "--gpt2",
+        action="store_true",
+        help="the 124M of GPT-2 with 1 and 4 micro-batches of 8, in fp16 and bf16",
+    )
     parser.add_argument("--threads", type=int, default=cores, help=f"of each process ({cores})")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds a process (1800)")
     parser.add_argument("--largest", action="store_true", help="search the largest model that fits")
@@ -300,6 +314,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--verbose", action="store_true", help="show the error output of the processes"
     )
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.set_defaults(**(GPT2 if "--gpt2" in (sys.argv[1:] if argv is None else argv) else {}))
     return parser.parse_args(argv)
 
 

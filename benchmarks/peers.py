@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import accel_scaler
-from accel_scaler import ScalerConfig, attach, detach
+from accel_scaler import attach, detach
 
 MINE = "accel_scaler"
 LR, CLIP = 1e-4, 1.0
@@ -31,11 +31,14 @@ class Shape:
     vocab: int
     length: int
     batch: int
+    tied: int = 0
+    """1: the last layer has the weight of the first, as in GPT-2."""
 
     @property
     def parameters(self) -> int:
         block = 12 * self.width**2 + 13 * self.width
-        ends = 2 * self.vocab * self.width + self.length * self.width + 2 * self.width
+        ends = (2 - self.tied) * self.vocab * self.width
+        ends += self.length * self.width + 2 * self.width
         return self.layers * block + ends
 
 
@@ -66,6 +69,8 @@ class Variant:
     set_up: Callable[[Job], Loop]
     package: str = "torch"
     note: str = ""
+    peer: str = "stock"
+    """Whose speed is 1."""
 
     @property
     def version(self) -> str:
@@ -125,7 +130,7 @@ class Head(nn.Module):
 
 
 def model_of(job: Job, dtype: torch.dtype, device: str | None = None) -> nn.Sequential:
-    """GPT-2's layers in a row, the same numbers each time; ends are not tied."""
+    """GPT-2's layers in a row, the same numbers each time."""
     torch.manual_seed(0)
     shape = job.shape
     with torch.device(device or job.device):
@@ -133,6 +138,9 @@ def model_of(job: Job, dtype: torch.dtype, device: str | None = None) -> nn.Sequ
         layers += [Block(shape).to(dtype) for _ in range(shape.layers)]
         layers += [Head(shape).to(dtype)]
     model = nn.Sequential(*layers)
+    if shape.tied:
+        last: Any = model[-1]
+        last.logits.weight = cast(Any, model[0]).tokens.weight
     for p in model.parameters():
         if p.dim() > 1:
             nn.init.normal_(p, std=0.02)
@@ -181,7 +189,11 @@ def stock(job: Job) -> Loop:
     return torch_loop(job, model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
 
 
-def ours(offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
+def accelerate(
+    precision: str, dtype: torch.dtype = torch.float32, settings: dict[str, Any] | None = None
+) -> Callable[[Job], Loop]:
+    """Accelerate's documented loop; with ``settings``, attached to this package."""
+
     def set_up(job: Job) -> Loop:
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -189,14 +201,13 @@ def ours(offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         PartialState._reset_state()
-        accelerator = attach(
-            Accelerator(
-                cpu=job.device == "cpu",
-                mixed_precision="fp16",
-                gradient_accumulation_steps=job.accumulation,
-            ),
-            ScalerConfig(offload=offload),
+        accelerator = Accelerator(
+            cpu=job.device == "cpu",
+            mixed_precision=precision,
+            gradient_accumulation_steps=job.accumulation,
         )
+        if settings is not None:
+            attach(accelerator, **settings)
         model = model_of(job, dtype)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -210,7 +221,11 @@ def ours(offload: str, dtype: torch.dtype) -> Callable[[Job], Loop]:
                     optimizer.step()
                     optimizer.zero_grad()
 
-        return Loop(window, lambda: detach(accelerator) and None, model)
+        def finish() -> None:
+            if settings is not None:
+                detach(accelerator)
+
+        return Loop(window, finish, model)
 
     return set_up
 
@@ -323,8 +338,18 @@ VARIANTS = {
     v.name: v
     for v in (
         Variant("stock", stock, note="float32 weights, fp16 autocast, fused AdamW"),
-        Variant("sync", ours("none", FULL), MINE),
-        Variant("offload", ours("cpu", HALF), MINE, note="float16 weights, masters"),
+        Variant("accelerate", accelerate("fp16"), "accelerate", note="float32 weights, fp16"),
+        Variant("sync", accelerate("fp16", FULL, {}), MINE),
+        Variant(
+            "offload",
+            accelerate("fp16", HALF, {"offload": "cpu"}),
+            MINE,
+            note="float16 weights, masters",
+        ),
+        Variant(
+            "accelerate bf16", accelerate("bf16"), "accelerate", peer="accelerate bf16", note="bf16"
+        ),
+        Variant("sync bf16", accelerate("bf16", FULL, {}), MINE, peer="accelerate bf16"),
         Variant("torchao", torchao, "torchao", note="CPUOffloadOptimizer, bfloat16, no clipping"),
         Variant("bnb 32", bitsandbytes(32), "bitsandbytes", note="PagedAdamW32bit"),
         Variant("bnb 8", bitsandbytes(8), "bitsandbytes", note="PagedAdamW8bit"),

@@ -31,7 +31,7 @@ from ..optimizer_step import (
     is_stepped,
     refuse_overlapping,
 )
-from ..scaling import DeferredUnscale, ParameterNames, SentCheck, parameters_of
+from ..scaling import DeferredUnscale, Gathered, ParameterNames, SentCheck, parameters_of
 from .grad_handoff import guard_backward, is_shared, read_in_place
 from .inflight_step import InflightStep, Update
 from .pending_parameter import (
@@ -190,7 +190,9 @@ class AsyncStepper(ReplicaStepper):
 
     # The boundary.
 
-    def step(self, deferred: DeferredUnscale | None = None) -> None:
+    def step(
+        self, deferred: DeferredUnscale | None = None, gathered: Gathered | None = None
+    ) -> None:
         """Take the gradients and update, at once or on the optimizer thread.
 
         Blocks until the step before is finished. An error of the step before, or a refusal, comes
@@ -200,7 +202,9 @@ class AsyncStepper(ReplicaStepper):
         self.was_skipped = False
         super().step(deferred)
 
-    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+    def launch(
+        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
+    ) -> bool:
         self.claim()
         self.was_skipped = False
         return super().launch(deferred, sent)

@@ -21,6 +21,7 @@ from ..models import untraced
 from ..optimizer_step import Boundary, MasterRule, boundary_of, master_rule, own_parameters
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from .async_stepper import AsyncStepper
+from .pending_parameter import drop_gradients
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -227,7 +228,8 @@ class AsyncOptimizer(Optimizer):
             for pair in self._stepper.replica.pairs:
                 pair.stepped.grad = None
             return
-        self.optimizer.zero_grad(set_to_none)
+        if not (set_to_none and drop_gradients(self.optimizer)):
+            self.optimizer.zero_grad(set_to_none)
 
     @untraced
     def submit(self, fn: Callable[[], object]) -> None:

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim import Optimizer
 
 from ..models import is_transformed, untraced
 from .compile_session import is_in_compiled_call
@@ -299,6 +300,18 @@ def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
 def is_held(grad: Any) -> bool:
     """Whether the optimizer thread may be reading ``grad``, or has lost it."""
     return type(grad) is PendingGradient
+
+
+def drop_gradients(optimizer: Optimizer) -> bool:
+    """Do what ``zero_grad(set_to_none=True)`` does; False: the optimizer's is not torch's own, and
+    nothing was done."""
+    own: Any = getattr(optimizer.zero_grad, "__func__", None)
+    if own is not Optimizer.zero_grad:
+        return False
+    # It touches no element: pending tensors need not be asked, one by one.
+    with torch._C.DisableTorchFunctionSubclass():
+        optimizer.zero_grad(set_to_none=True)
+    return True
 
 
 @untraced

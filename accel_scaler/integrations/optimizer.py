@@ -13,7 +13,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from ..async_optimizer import AsyncStepper
+from ..async_optimizer import AsyncStepper, drop_gradients
 from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
@@ -46,6 +46,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     _attachment: Attachment
     _stepper: ReplicaStepper | None = None
+    _has_followed = False
+    """:meth:`follow_parameters` was called in this window."""
 
     def join(self, attachment: Attachment, stepper: ReplicaStepper | None) -> None:
         """Step through the attachment's boundary from now on, with ``stepper`` if need be."""
@@ -66,7 +68,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         stepper = self._stepper
         attachment.optimizers.discard(self)
         attachment.scaler.release(self.stepped_optimizer)
-        for name in ("_attachment", "_stepper", "dropped"):
+        for name in ("_attachment", "_stepper", "_has_followed", "dropped"):
             self.__dict__.pop(name, None)
         try:
             if stepper is not None:
@@ -114,6 +116,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Step through masters from now on if a trained parameter needs one. ``frozen_too``: or a
         frozen one, since masters are about to be loaded."""
         attachment, inner = self._attachment, self.stepped_optimizer
+        self._has_followed = True
         if inner in replaced:
             return
         if _needs_replica(inner, attachment.config, attachment.device, frozen_too):
@@ -137,7 +140,8 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's: in a window's last micro-batch only."""
         if self.gradient_state.sync_gradients:
             self.dropped.zero_grad(self.stepped_optimizer)
-        super().zero_grad(set_to_none)
+            if not (set_to_none in (None, True) and drop_gradients(self.optimizer)):
+                super().zero_grad(set_to_none)
 
     @untraced
     def step(self, closure: Any = None) -> None:
@@ -145,8 +149,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         ``OrderError`` if another optimizer has taken over the parameters."""
         refuse_replaced_owner(self.stepped_optimizer)
         attachment = self._attachment
-        as_stock = closure is not None and self.scaler is None  # and not recorded
-        if not self.gradient_state.sync_gradients or as_stock:
+        if not self.gradient_state.sync_gradients:
+            return  # Accelerate's looks for a package on disk first
+        if closure is not None and self.scaler is None:  # as stock, and not recorded
             super().step(closure)
             return
         if closure is not None:
@@ -156,7 +161,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             )
         has_stepped = False
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
-        self.follow_parameters()
+        if not self._has_followed:  # the script has called loss.backward() itself
+            self.follow_parameters()
+        self._has_followed = False
         if isinstance(self._stepper, ReplicaStepper):
             for model in attachment.models:
                 self._stepper.watch(model)
@@ -202,10 +209,12 @@ def _needs_replica(
     if masters.on_host or _steps_beside(inner, config, device):
         return True
     # No Python loop, since each backward asks. float16 counts without masters, to be refused.
-    params: Iterable[torch.Tensor] = parameters_of(inner)
-    stepped_ones = params if frozen_too else filter(attrgetter("requires_grad"), params)
+    params, dtype_of = parameters_of(inner), attrgetter("dtype")
     low = masters.dtypes | {torch.float16}
-    return not low.isdisjoint(map(attrgetter("dtype"), stepped_ones))
+    if low.isdisjoint(map(dtype_of, params)):
+        return False
+    trained = filter(attrgetter("requires_grad"), params)
+    return frozen_too or not low.isdisjoint(map(dtype_of, trained))
 
 
 def _change_class(optimizer: Any, cls: Any) -> None:

@@ -33,6 +33,7 @@ from ..scaling import (
     LOW_PRECISION,
     SMALL,
     DeferredUnscale,
+    Gathered,
     SentCheck,
     is_uniform,
     run_on_one_thread,
@@ -144,7 +145,7 @@ class Block:
     @property
     def state(self) -> list[list[Tensor]]:
         """A list for each of the rule's keys. Only the optimizer keeps it."""
-        rows = [[cast(Tensor, ref()) for ref in row] for row in self.refs]
+        rows: Any = [[ref() for ref in row] for row in self.refs]
         return rows if self.piece is None else [[flat(t)[self.piece]] for (t,) in rows]
 
     def part(self, piece: slice) -> Block:
@@ -226,18 +227,25 @@ class Run:
         """Whether no state is made in the next step."""
         return Where.NOWHERE not in self._arena.where[self._slots]
 
-    def takes(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
+    def takes(
+        self,
+        grads: Sequence[Tensor | None],
+        whole: bool = False,
+        gathered: Gathered | None = None,
+    ) -> bool:
         """Whether the kernel can step it with these gradients; some may be missing.
 
         Args:
             whole: not block by block, from the gradients as they are; only without masters.
+            gathered: what is known of some gradients.
         """
         found, arena = [grad for grad in grads if grad is not None], self._arena
         where = arena.where[self._slots]
         if not found or not self._takes or (whole and arena.has_masters):
             return self._takes and not found
+        dtypes, is_known = FULL if whole else DTYPES, gathered is not None and gathered.holds(found)
         return (
-            is_uniform(found, FULL if whole else DTYPES)
+            (gathered.is_uniform(dtypes) if gathered and is_known else is_uniform(found, dtypes))
             and found[0].device == arena.device
             # Counts compare by identity first: with thousands of parameters a set would show.
             and where.count(Where.HERE) + arena.has_masters * where.count(Where.NOWHERE)

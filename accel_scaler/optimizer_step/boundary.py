@@ -103,7 +103,7 @@ class Boundary:
         for a step that reads gradients which the backward adds to. ``accumulation``: the divisor of
         the loss. ``is_last``: the window's last backward, as far as is known."""
         managed = self.scaler.managed
-        steppers = [stepper_of(optimizer) for optimizer in managed]
+        steppers = list(map(stepper_of, managed))
         for stepper in steppers:
             stepper.before_backward(is_last)
         window = self.scaler.window
@@ -112,7 +112,7 @@ class Boundary:
             window.losses = Losses()  # the gradients of those before were dropped
         if not self.scaler.is_enabled():
             window = self.scaler.open_window()
-            window.losses.note([loss.detach() / accumulation])
+            window.losses.note([loss], accumulation)
             for optimizer, stepper in zip(managed, steppers, strict=True):
                 stepper.wait_for_gradients()
                 self.check.forget(optimizer)
@@ -222,7 +222,8 @@ class Boundary:
             observer.mistake_named(text)
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
-        if any(p.grad is not None for p in parameters_of(optimizer)):
+        groups = optimizer.param_groups
+        if any(p.grad is not None for group in groups for p in group["params"]):
             return True
         # A rank whose shard is empty still takes part in the decision of all.
         return self.scaler.ranks.has_parts(optimizer)
@@ -242,7 +243,7 @@ class Boundary:
             self.check.unscale(optimizer, record)
         is_launched = False
         try:
-            is_launched = stepper.launch(record.deferred, sent)
+            is_launched = stepper.launch(record.deferred, sent, record.gathered)
             record.settle()
         except BaseException as error:  # the device goes on: the window must not be stepped again
             if not is_launched and isinstance(error, (OrderError, UnsupportedError)):
@@ -282,7 +283,7 @@ class Boundary:
             timing = stepper.timing
         else:
             last = stepper.timing
-            stepper.step(deferred)
+            stepper.step(deferred, record.gathered)
             timing = stepper.timing if stepper.timing is not last else None
         self.scaler.ranks.step_ended(optimizer)
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..scaling import (
     MAX_NAMED,
     DeferredUnscale,
+    Gathered,
     GradNorm,
     NormCheck,
     OptimizerRecord,
@@ -30,6 +31,7 @@ from ..scaling import (
     total_norm,
     whole,
 )
+from .arena import are_same
 from .overflow_check import OverflowCheck
 from .stepper import stepper_of
 
@@ -82,7 +84,8 @@ class Clipping:
         in_one_pass: bool = True,
     ) -> Tensor:
         sharded = self.scaler.ranks.sharded
-        parameters = [p for p in parameters if p.grad is not None or sharded]
+        gathered = Gathered(parameters)
+        parameters = parameters if sharded else gathered.params
         if not parameters:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
@@ -92,7 +95,7 @@ class Clipping:
             check.check(owner, record)  # this clip does not take the norm of all
         is_checked = is_scaled or check.checks
         if is_whole and is_checked:
-            norm = self._clip_in_one_pass(parts, parameters, max_norm)
+            norm = self._clip_in_one_pass(parts, gathered, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
@@ -167,7 +170,7 @@ class Clipping:
         self, parameters: Sequence[Tensor], norm: Tensor, max_norm: float, norm_type: float
     ) -> None:
         """Record the norm of a clip made elsewhere."""
-        self._note(GradNorm(parameters, norm, None, float(max_norm), None, norm_type))
+        self._note(GradNorm(parameters, norm, None, float(max_norm), norm_type))
 
     def _note(self, norm: GradNorm) -> None:
         self.scaler.window.grad_norms.add(norm)
@@ -231,46 +234,50 @@ class Clipping:
             return False
         if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
-        mine = [id(p) for each, _, _ in parts for p in parameters_of(each) if p.grad is not None]
-        asked = list(map(id, parameters))
-        same = mine == asked or sorted(mine) == sorted(asked)
-        return same and len(set(asked)) == len(asked)
+        mine = [p for each, _, _ in parts for p in parameters_of(each)]
+        if not are_same(mine, parameters):
+            given = set(map(id, mine := [p for p in mine if p.grad is not None]))
+            if len(mine) != len(parameters) or not given.issuperset(map(id, parameters)):
+                return False
+        return len(set(map(id, parameters))) == len(parameters)
 
-    def _clip_in_one_pass(
-        self, parts: Parts, parameters: Sequence[Tensor], max_norm: float
-    ) -> Tensor | None:
+    def _clip_in_one_pass(self, parts: Parts, gathered: Gathered, max_norm: float) -> Tensor | None:
         """One read for norm and check, one product to unscale and clip. None: not possible here."""
         check, scale = self._check, self.scaler.window_scale
         owners = [owner for owner, _, _ in parts]
         # Asked once: over thousands of tensors an answer takes a while.
         stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
-        norms = check.one_pass(owners, parameters, stay_scaled)
-        if isinstance(norms, SentCheck):
-            return self._clip_on_device(parts, parameters, max_norm, stay_scaled, norms)
-        if norms is None or (norms.total is None and not norms.overflowed):
+        norms = check.one_pass(owners, gathered, stay_scaled)
+        if norms is None:
             return None
-        self._note_check(parts, parameters, norms, max_norm)
+        for _, _, record in parts:
+            record.gathered = gathered
+        if isinstance(norms, SentCheck):
+            return self._clip_on_device(parts, gathered, max_norm, stay_scaled, norms)
+        if norms.total is None and not norms.overflowed:
+            return None
+        self._note_check(parts, gathered.params, norms, max_norm)
         if norms.total is None:
             return self._skip_all(parts)
         product = clip_coefficient(norms.total, max_norm) / scale
-        self._multiply_all(parts, stay_scaled, product)
+        self._multiply_all(parts, gathered, stay_scaled, product)
         return norms.total
 
     def _clip_on_device(
         self,
         parts: Parts,
-        parameters: Sequence[Tensor],
+        gathered: Gathered,
         max_norm: float,
         stay_scaled: Sequence[bool],
         sent: SentCheck,
     ) -> Tensor:
         """:meth:`_clip_in_one_pass` with the outcome left on the device. Does not synchronise."""
-        grads = gradients_of(parameters)
+        parameters, grads = gathered.params, gathered.grads
         for owner, _, record in parts:
             self._check.leave(owner, record, sent)
         coefficient = clip_coefficient(sent.total, max_norm)
         product = sent.where_finite(coefficient / self.scaler.window_scale)
-        self._multiply_all(parts, stay_scaled, product)
+        self._multiply_all(parts, gathered, stay_scaled, product)
 
         def read() -> None:
             are_edited = any(
@@ -308,17 +315,19 @@ class Clipping:
                 own, found = mine, NormCheck(None, tuple(bad))
             self._check.note(owner, record, own, found)
         if norms.total is not None:
-            ids = list(map(id, parameters))
-            self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm, ids))
+            self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm))
 
-    def _multiply_all(self, parts: Parts, stay_scaled: Sequence[bool], product: Tensor) -> None:
+    def _multiply_all(
+        self, parts: Parts, gathered: Gathered, stay_scaled: Sequence[bool], product: Tensor
+    ) -> None:
         """Unscale and clip in one, or leave that to the step."""
         for (owner, _, record), keeps_scaled in zip(parts, stay_scaled, strict=True):
             params = parameters_of(owner)
             if keeps_scaled:
                 record.deferred = DeferredUnscale(multiply=product)
             else:
-                torch._foreach_mul_(gradients_of(params), product)
+                grads = gathered.grads if len(parts) == 1 else gradients_of(params)
+                torch._foreach_mul_(grads, product)
                 self.scaler.window.unscaled.update(map(id, params))
             self._check.give_back(owner, record, () if record.deferred else params)
 

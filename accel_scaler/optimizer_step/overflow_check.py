@@ -21,6 +21,7 @@ from ..scaling import (
     MAX_NAMED,
     MAX_NAMES,
     DeferredUnscale,
+    Gathered,
     GradNorm,
     GradScaler,
     NormCheck,
@@ -37,7 +38,6 @@ from ..scaling import (
     has_ranks,
     is_power_of_two,
     is_sharded,
-    is_uniform,
     parameters_of,
     reciprocal,
     reduce_partial_gradients,
@@ -45,6 +45,7 @@ from ..scaling import (
     send_norms,
     total_norm,
 )
+from .arena import are_same
 from .observer import Observer, Rerun
 from .stepper import stepper_of
 
@@ -91,8 +92,8 @@ class OverflowCheck:
         window, managed = self.scaler.window, self.scaler.managed
         sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
         if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
-            own = set(map(id, parameters_of(managed[0])))
-            if own.issuperset(map(id, parameters)):
+            own = parameters_of(managed[0])
+            if are_same(own, parameters) or {*map(id, own)}.issuperset(map(id, parameters)):
                 return [(managed[0], list(parameters))]
         if window.owners is None or window.owners[0] != sizes:
             window.owners = sizes, {}
@@ -183,15 +184,15 @@ class OverflowCheck:
         self._forbid_common(optimizer, keeps_scaled)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
-        params = [p for p in parameters_of(optimizer) if p.grad is not None]
-        grads = gradients_of(params)
+        gathered = Gathered(parameters_of(optimizer))
+        params, grads = gathered.params, gathered.grads
         norms: NormCheck | SentCheck | None = None
         versions, is_deferred = self.scaler.window.versions, stepper.reads_beside or keeps_scaled
         is_edited = versions.get(id(optimizer), now := first_version(optimizer)) != now
         if not self.checks:
             norms = NormCheck(None, ())
         elif is_deferred or is_edited:
-            norms = self.one_pass([optimizer], params, [keeps_scaled])
+            norms = self.one_pass([optimizer], gathered, [keeps_scaled])
         if norms is None and keeps_scaled:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
@@ -204,12 +205,13 @@ class OverflowCheck:
             if len(flags) == 1 and self._sends([optimizer], *flags):
                 self.note(optimizer, record, params, send_flag(*flags.values()))
             return
-        if norms is None and is_uniform(grads, LOW_PRECISION | {torch.float32}):
+        if norms is None and gathered.is_uniform(LOW_PRECISION | {torch.float32}):
             norms = self._take_norms([optimizer], grads)
         elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
         if is_edited and isinstance(norms, SentCheck):
             norms = norms.read(grads)
+        record.gathered = gathered
         self.note(optimizer, record, params, norms)
         if self.scaler.is_enabled():
             record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
@@ -240,20 +242,20 @@ class OverflowCheck:
         return torch.full((), inverse, dtype=torch.float32, device=device)
 
     def one_pass(
-        self, owners: Sequence[Optimizer], params: Sequence[Tensor], stay_scaled: Sequence[bool]
+        self, owners: Sequence[Optimizer], gathered: Gathered, stay_scaled: Sequence[bool]
     ) -> NormCheck | SentCheck | None:
         """Norm and check from one read of gradients that are all scaled still; ``stay_scaled``: for
         each owner, whether its stepper keeps them so. None: the norm would not be, bit for bit,
         that of unscaled gradients, or no kernel takes all of them together. Synchronises, unless
         the outcome is left on the device."""
-        scale, grads = self.scaler.window_scale, gradients_of(params)
+        scale = self.scaler.window_scale
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
-        if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(grads, dtypes):
+        if not (is_power_of_two(scale) or all(stay_scaled)) or not gathered.is_uniform(dtypes):
             return None
         mine = (p for owner in owners for p in parameters_of(owner))
         if self.scaler.window.unscaled_among(mine):  # for another optimizer
             return None
-        return self._take_norms(owners, grads)
+        return self._take_norms(owners, gathered.grads)
 
     def _sends(self, owners: Iterable[Optimizer], device: torch.device) -> bool:
         """Whether the outcome of a check may stay on ``device`` for now: no rank waits for it."""

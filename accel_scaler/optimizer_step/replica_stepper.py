@@ -26,6 +26,7 @@ from ..models import inert, is_replaying, untraced
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
+    Gathered,
     ParameterNames,
     SentCheck,
     local,
@@ -202,7 +203,9 @@ class ReplicaStepper(Stepper):
 
     # The step.
 
-    def step(self, deferred: DeferredUnscale | None = None) -> None:
+    def step(
+        self, deferred: DeferredUnscale | None = None, gathered: Gathered | None = None
+    ) -> None:
         """Take the gradients and update. Synchronises with the device for masters, which are
         compared with the model.
 
@@ -234,7 +237,9 @@ class ReplicaStepper(Stepper):
             )
         self.refresh()
 
-    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+    def launch(
+        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
+    ) -> bool:
         if self._step_hooks("post") or self.replica.masters.on_host or is_replaced(self.optimizer):
             return False
         self._get_ready()

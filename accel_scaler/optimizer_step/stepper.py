@@ -19,7 +19,15 @@ import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
-from ..scaling import DeferredUnscale, SentCheck, call_fused, match_layout, parameters_of, stepped
+from ..scaling import (
+    DeferredUnscale,
+    Gathered,
+    SentCheck,
+    call_fused,
+    match_layout,
+    parameters_of,
+    stepped,
+)
 from .arena import Arena, Held, Placed
 from .blocks import FusedRule, Run, Scratch, neighbours, rule_of
 
@@ -64,10 +72,15 @@ class Stepper(ABC):
         return bool(everywhere or getattr(self.optimizer, "_optimizer_step_pre_hooks", {}))
 
     @abstractmethod
-    def step(self, deferred: DeferredUnscale | None = None) -> None:
-        """Take the gradients, multiply them by ``deferred``, update."""
+    def step(
+        self, deferred: DeferredUnscale | None = None, gathered: Gathered | None = None
+    ) -> None:
+        """Take the gradients, multiply them by ``deferred``, update. ``gathered``: gradients that a
+        check has looked at."""
 
-    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+    def launch(
+        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
+    ) -> bool:
         """Enqueue the update, which moves nothing where ``sent`` fails; :meth:`conclude` comes
         next. False: it cannot be left to the device, and nothing was enqueued. Does not
         synchronise."""
@@ -119,13 +132,15 @@ class InlineStepper(Stepper):
         assert optimizer is not None
         return optimizer
 
-    def step(self, deferred: DeferredUnscale | None = None) -> None:
+    def step(
+        self, deferred: DeferredUnscale | None = None, gathered: Gathered | None = None
+    ) -> None:
         """One update, of gradients that are unscaled: nothing is ``deferred``."""
         optimizer, start = self.optimizer, time.perf_counter()
         assert not deferred
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.step()
-        elif not self._call_kernels(optimizer):
+        elif not self._call_kernels(optimizer, gathered):
             params = parameters_of(optimizer)
             if params and params[0].device.type == "cpu":
                 match_layout(params, optimizer.state)
@@ -135,11 +150,13 @@ class InlineStepper(Stepper):
     def _note_time(self, start: float) -> None:
         self.timing = StepTiming(start, time.perf_counter() - start, finished=True, inline=True)
 
-    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> bool:
+    def launch(
+        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
+    ) -> bool:
         optimizer, start = self.optimizer, time.perf_counter()
         if deferred or not takes_found_inf(optimizer):
             return False
-        if not self._call_kernels(optimizer, sent):
+        if not self._call_kernels(optimizer, gathered, sent):
             if not has_state(optimizer):
                 return False
             call_fused(optimizer, None, sent.found_inf)
@@ -147,9 +164,11 @@ class InlineStepper(Stepper):
         return True
 
     @torch.no_grad()
-    def _call_kernels(self, optimizer: Optimizer, sent: SentCheck | None = None) -> bool:
+    def _call_kernels(
+        self, optimizer: Optimizer, gathered: Gathered | None, sent: SentCheck | None = None
+    ) -> bool:
         """Do what ``optimizer.step()`` does by direct calls; False: it does more, or other things
-        than a kernel can. ``sent``: see :meth:`launch`."""
+        than a kernel can. ``gathered``, ``sent``: see :meth:`launch`."""
         rule = rule_of(optimizer)
         if rule is None or not is_only_kernel(optimizer, rule):
             self._runs, self._held = [], None
@@ -171,7 +190,7 @@ class InlineStepper(Stepper):
             self._held = Held(*_held_by(optimizer), are_counts)
         grads = [list(map(_grad_of, run.params)) for run in self._runs]
         runs = list(zip(self._runs, grads, strict=True))
-        if not all(run.takes(mine, whole=True) for run, mine in runs):
+        if not all(run.takes(mine, True, gathered) for run, mine in runs):
             return False
         if sent is not None and not all(run.has_state for run in self._runs):
             return False
@@ -191,8 +210,8 @@ class InlineStepper(Stepper):
 def _held_by(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     """The keys of its state and its parameters, a None behind each group's; the state's values."""
     params = chain.from_iterable((*group["params"], None) for group in optimizer.param_groups)
-    values = chain.from_iterable(map(dict.values, _entries_of(optimizer)))
-    return [*optimizer.state, *params], list(values)
+    values = [value for entry in _entries_of(optimizer) for value in entry.values()]
+    return [*optimizer.state, *params], values
 
 
 def _entries_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from .gradients import (
     LOW_PRECISION as LOW_PRECISION,
     MAX_NAMED as MAX_NAMED,
     SMALL as SMALL,
+    Gathered as Gathered,
     NormCheck as NormCheck,
     by_mesh as by_mesh,
     check_norms as check_norms,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from .collectives import whole
 
-_dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
+_grad_of, _dtype_of, _layout_of = map(attrgetter, ("grad", "dtype", "layout"))
 
 LARGE = 1 << 16
 """Elements from which a gradient on a CPU is read by itself, after all smaller ones."""
@@ -62,6 +63,40 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [grad for p in parameters if (grad := p.grad) is not None]
 
 
+class Gathered:
+    """The gradients of some parameters as they are now: read once, for all who ask about them.
+
+    Args:
+        parameters: with and without gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        found = list(map(_grad_of, parameters))
+        self.grads: list[Tensor] = [grad for grad in found if grad is not None]
+        self.params = parameters
+        """The parameters that have one."""
+        if len(self.grads) < len(found):
+            pairs = zip(parameters, found, strict=True)
+            self.params = [p for p, grad in pairs if grad is not None]
+
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes of dense plain tensors on one device; empty where some are others."""
+        return dtypes_of(self.grads)
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.grads))
+
+    def is_uniform(self, dtypes: frozenset[torch.dtype]) -> bool:
+        """As :func:`is_uniform`."""
+        return bool(self.dtypes) and dtypes.issuperset(self.dtypes)
+
+    def holds(self, grads: Iterable[Tensor | None]) -> bool:
+        """Whether all of ``grads`` are among these."""
+        return self._ids.issuperset(map(id, grads))
+
+
 def first_version(optimizer: Optimizer) -> int | None:
     """The version of its first gradient, which each write to it raises; None: it has none."""
     params = (p for group in optimizer.param_groups for p in group["params"])
@@ -72,15 +107,22 @@ def is_uniform(
     grads: Sequence[Tensor], dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
 ) -> bool:
     """Whether all are dense plain tensors of these dtypes on one device, as fast paths need."""
+    found = dtypes_of(grads)
+    return bool(found) and dtypes.issuperset(found)
+
+
+def dtypes_of(grads: Sequence[Tensor]) -> frozenset[torch.dtype]:
+    """The dtypes of dense plain tensors on one device; empty where some are others."""
     # Maps over C functions: with thousands of gradients a Python loop would show.
-    return (
+    if (
         len(grads) > 0
         and set(map(type, grads)) <= {Tensor, torch.nn.Parameter}
-        and dtypes.issuperset(map(_dtype_of, grads))
         and set(map(_layout_of, grads)) == {torch.strided}
         and grads[0].device.type != "meta"
         and len(set(map(Tensor.get_device, grads))) == 1
-    )
+    ):
+        return frozenset(map(_dtype_of, grads))
+    return frozenset()
 
 
 def is_power_of_two(scale: float) -> bool:
@@ -127,12 +169,12 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
     cpu = grads[0].device.type == "cpu"
     sizes = list(map(Tensor.numel, grads))
-    small = [i for i, size in enumerate(sizes) if not cpu or size < LARGE]
-    with run_on_one_thread(cpu and max(sizes) <= SMALL):
-        found = norms_of([grads[i] for i in small]) if small else ()
+    if not cpu or max(sizes) < LARGE:
+        with run_on_one_thread(cpu and max(sizes) <= SMALL):
+            return torch.stack(list(norms_of(grads))), []
+    small = [i for i, size in enumerate(sizes) if size < LARGE]
+    found = norms_of([grads[i] for i in small]) if small else ()
     stacked = torch.stack(list(found)) if small else None
-    if len(small) == len(grads):
-        return stacked, []
     if stacked is not None and not math.isfinite(float(stacked.sum())):
         return None, [small[i] for i in not_finite(stacked)]
     norms = dict(zip(small, found, strict=True))
@@ -146,10 +188,8 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     return torch.stack([norms[i] for i in range(len(grads))]), []
 
 
-def norms_of(grads: list[Tensor]) -> Sequence[Tensor]:
-    if set(map(_dtype_of, grads)) == {torch.float32}:
-        return torch._foreach_norm(grads)
-    return torch._foreach_norm(grads, 2, dtype=torch.float32)
+def norms_of(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_norm(list(grads), 2, dtype=torch.float32)
 
 
 def on_host(each: Tensor, total: Tensor) -> Tensor:

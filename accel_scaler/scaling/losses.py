@@ -19,13 +19,18 @@ class Losses:
         self._values: list[Tensor] = []
         """Each loss, shape (); a flag, is it finite, for shards, vectors and complex numbers."""
         self._are_numbers = True
+        self._divisor = 1
         self._sent: tuple[Tensor, Any] | None = None
         """Pinned memory, and the event after which the sum of the losses is in it."""
 
-    def note(self, losses: Iterable[Tensor]) -> None:
-        """Remember some more. Does not synchronise."""
-        self._sent = None
+    def note(self, losses: Iterable[Tensor], divisor: int = 1) -> None:
+        """Remember some more. Does not synchronise. ``divisor``: of their sum, the same for all
+        losses of a window."""
+        self._sent, self._divisor = None, divisor
         for loss in losses:
+            if type(loss) is Tensor and loss.dim() == 0 and loss.is_floating_point():
+                self._values.append(loss.detach())  # nearly always
+                continue
             value = local(loss.detach())
             is_whole = all(each.is_replicate() for each in getattr(loss, "placements", ()))
             if value.numel() != 1 or value.is_complex() or not is_whole:
@@ -49,10 +54,10 @@ class Losses:
         return all(value.device.type == "cpu" for value in self._values)
 
     def total(self) -> float | None:
-        """The loss whose gradient the window has: the sum of all, on this rank. Accelerate divides
-        each loss by ``gradient_accumulation_steps``, so in a full window the sum is the mean over
-        micro-batches. None without a loss, or with a loss that is not one real number. Waits for
-        the copy of :meth:`send`; without one it synchronises."""
+        """The loss whose gradient the window has: the sum of all, on this rank, divided. Accelerate
+        divides each loss by ``gradient_accumulation_steps``, so in a full window it is the mean
+        over micro-batches. None without a loss, or with a loss that is not one real number. Waits
+        for the copy of :meth:`send`; without one it synchronises."""
         if self._sent is not None:
             host, event = self._sent
             event.synchronize()
@@ -60,7 +65,7 @@ class Losses:
         if not self._values or not self._are_numbers:
             return None
         numbers: list[Any] = [value.tolist() for value in self._values]
-        return float(sum(numbers))
+        return float(sum(numbers)) / self._divisor
 
     def send(self) -> None:
         """Begin to copy the sum to the host, so that :meth:`total` does not wait for operations
@@ -71,5 +76,6 @@ class Losses:
         if present_stream(device := devices.pop()) is None:
             return
         host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-        host.copy_(torch.stack(self._values).float().sum(), non_blocking=True)
+        total = torch.stack(self._values).float().sum() / self._divisor
+        host.copy_(total, non_blocking=True)
         self._sent = host, event_after(device)

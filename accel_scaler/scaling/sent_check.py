@@ -100,7 +100,7 @@ def send_norms(grads: Sequence[Tensor], inverse: float, keep_each: bool = False)
         inverse: the reciprocal of their scale.
         keep_each: send the norm of each gradient, too.
     """
-    norms = torch.stack(list(norms_of(list(grads))))
+    norms = torch.stack(list(norms_of(grads)))
     unscaled = norms if inverse == 1.0 else norms * inverse
     total = torch.linalg.vector_norm(unscaled)
     return SentCheck(total, norms, unscaled if keep_each else None)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .grad_norms import GradNorms
-from .gradients import has_nonfinite_gradient, nonzero, parameters_of
+from .gradients import Gathered, has_nonfinite_gradient, nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
 from .sent_check import SentCheck
@@ -123,6 +123,8 @@ class OptimizerRecord(dict[str, Any]):
         """Why a backward may not add to gradients from before the window; "" where it may."""
         self.is_carried = False
         """Some gradients are from before the window, rescaled to its scale."""
+        self.gathered: Gathered | None = None
+        """The gradients that the last check has read, perhaps with others."""
         self.deferred = DeferredUnscale()
         """The work left to the update: the gradients are still scaled, or not clipped."""
         self.returned: Snapshot | None = None
@@ -172,7 +174,7 @@ class OptimizerRecord(dict[str, Any]):
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
         self.returned = self.unscaled_before = self.looked_at = None
-        self.sent = self.unread = None
+        self.sent = self.unread = self.gathered = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:

@@ -198,9 +198,8 @@ class NameTable:
         last."""
         if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
-        ids = known[0][0].ids if len(known) == 1 else None  # thousands take a while
         params = [p for m, _ in known for p in m.parameters]
-        ids = ids or list(map(id, params))
+        ids = list(map(id, params))
         if ids != self._ids or self._version != self.parameter_names.version:
             place = {key: number for number, key in enumerate(self.parameter_names.by_id())}
             called = self.parameter_names.of(params, optimizer)

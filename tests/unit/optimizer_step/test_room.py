@@ -53,7 +53,7 @@ def window(room: Room, memory: Allocator, size: int = 1000, take: bool = False) 
             held = found[-1]
     room.end(held, made)
     memory.free(held)
-    room.after_step()
+    room.after_step(0, made)
     return found
 
 
@@ -95,10 +95,21 @@ def test_the_forward_lets_slots_stay_until_the_next_look(memory: Allocator) -> N
     assert found == [3100, 2100, 1100, 0]
 
 
+def test_between_two_steps_slots_stay_beside_what_usually_comes_there(memory: Allocator) -> None:
+    room = Room(torch.device("cpu"))
+    found = []
+    for _ in range(3):
+        window(room, memory)
+        found.append(room.after_step(0, 0))
+        memory.take(1500)  # a teacher
+        memory.free(1500)
+    assert found == [0, memory.peak - 1500, memory.peak - 1500]
+
+
 def test_nothing_is_known_where_the_backend_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Room(torch.device("cpu"))
     monkeypatch.setattr(room_module, "memory_use", lambda device: None)
     for _ in range(2):
         assert room.in_forward(100, 0, 0) == room.in_backward(0, 0, 0) == 0
         room.end(0, 0)
-        room.after_step()
+        assert room.after_step(0, 0) == 0

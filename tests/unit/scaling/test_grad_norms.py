@@ -36,7 +36,7 @@ def test_norms_of_disjoint_parameters_are_one_norm() -> None:
 def test_a_check_is_replaced_by_the_clip_after_it_and_gives_its_norms() -> None:
     a, b = parameters(2)
     each = torch.tensor([3.0, 4.0])
-    (found,) = measured(GradNorm([a, b], 5.0, each), GradNorm([b, a], 4.0, None, 1.0, None, INF))
+    (found,) = measured(GradNorm([a, b], 5.0, each), GradNorm([b, a], 4.0, None, 1.0, INF))
     assert (found.total, found.max_norm) == (4.0, 1.0)
     assert found.each is each
     assert list(map(id, found.parameters)) == [id(a), id(b)]

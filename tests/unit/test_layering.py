@@ -51,7 +51,7 @@ MAX_LINES = {
     "optimizer_step": 5_244,
     "async_optimizer": 1_758,
     "integrations": 1_385,
-    "overflow": 3_087,
+    "overflow": 3_088,
     "telemetry": 1_554,
     "report": 898,
     "launch": 433,

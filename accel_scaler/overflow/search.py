@@ -74,8 +74,8 @@ class _MicroBatch:
         if suspect.is_data:
             first = min(each.order for each in self.window.forwards if each.micro == self.micro)
             what = "batch" if call.forward.order == first else f"input of {call.module}"
-            held = in_words(made).removeprefix("contains ").removeprefix("reached ")
-            text = f"the {what} already contained {held}, micro-batch {self.micro}"
+            bad = in_words(made).split()[-1]
+            text = f"the {what} already contained {bad}, micro-batch {self.micro}"
             return self._origin("forward", call.module, made, pair_of(call.outputs), text)
         given = pair_of(entry for entry in call.inputs if entry.is_finite)
         names = [entry.path for entry in suspect.made if entry.path]

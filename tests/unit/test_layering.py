@@ -52,7 +52,7 @@ MAX_LINES = {
     "async_optimizer": 1_758,
     "integrations": 1_385,
     "overflow": 3_088,
-    "telemetry": 1_554,
+    "telemetry": 1_553,
     "report": 898,
     "launch": 433,
     "selftest": 568,

@@ -22,7 +22,7 @@ THREADED := $(wildcard tests/unit/optimizer_step/test_*.py) tests/unit/scaling/t
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture docs clean
+.PHONY: train test test-all test-gpu test-simulated test-oldest test-newest check-dist lint types report picture notebook docs clean
 .PHONY: soak bench bench-guard bench-cpu bench-overlap bench-telemetry bench-overflow bench-load bench-offload bench-window bench-idle bench-gpu
 
 # Passive: threads that wait for each other sleep. By default they spin, and where other processes
@@ -111,9 +111,15 @@ report: $(STAMP)
 	$(BIN)/accel-scaler report out/report/run.jsonl -o out/report/report.html
 	$(BIN)/python tests/helpers/page_picture.py out/report/report.html assets/report.png
 
-# The other picture in the README: when each thread does what, in sync and in overlap.
+# The first picture in the README, from the table that `make bench-offload` has printed.
 picture: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/timeline.py assets/overlap.svg
+	$(BIN)/python benchmarks/headline.py docs/offload.md assets/offload.svg
+
+# The notebook with the outputs of a run here, on the CPU.
+notebook: $(STAMP)
+	mkdir -p out/notebook
+	cd out/notebook && ACCELERATE_USE_CPU=true MPLBACKEND=Agg CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
+		$(abspath $(BIN))/python ../../tests/helpers/notebook_outputs.py ../../recipes/fp16_on_a_t4.ipynb
 
 # Random histories in one process: no failure, and nothing that grows. ARGS="--seed 7"
 soak: $(STAMP)

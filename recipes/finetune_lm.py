@@ -1,4 +1,4 @@
-"""Train or fine-tune a causal language model in fp16, in a raw Accelerate loop, with checkpoints.
+"""Train or fine-tune a causal language model in fp16 or bf16, in a raw Accelerate loop, resumable.
 
     accelerate launch --config_file accelerate_configs/cpu_fp16.yaml recipes/finetune_lm.py
 
@@ -60,7 +60,7 @@ def positive(text: str) -> int:
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line."""
     parser = ArgumentParser(
-        description="Train a causal language model in fp16 with accel_scaler.",
+        description="Train a causal language model in fp16 or bf16 with accel_scaler.",
         epilog="Without data arguments it learns the help texts of Python. An earlier result of "
         "this recipe in --output_dir is replaced, a directory with anything else in it is refused. "
         "The scaler's settings are read from ACCEL_SCALER_* in the environment.",
@@ -74,6 +74,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--text_column", default="text", help="column with the text (default: text)")
     add("--output_dir", type=Path, default=Path("out/finetune_lm"), help="(default: %(default)s)")
     add("--overwrite_output_dir", action="store_true", help="write into any directory")
+    add("--mixed_precision", choices=["fp16", "bf16"], default="fp16", help="(default: fp16)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--max_steps", type=positive, help="optimizer steps (default: 60)")
     length.add_argument("--num_train_epochs", type=positive, help="instead of --max_steps")
@@ -280,12 +281,14 @@ def save_checkpoint(accelerator: Accelerator, out: Path, state: dict) -> None:
 
 
 def make_accelerator(args: Namespace) -> Accelerator:
-    """Make the accelerator: fp16, windows that go on across epochs, an order given by the seed."""
+    """Make the accelerator: steps go on across epochs, and the seed gives the order."""
     number = args.gradient_accumulation_steps
     windows = GradientAccumulationPlugin(num_steps=number, sync_with_dataloader=False)
     order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
     accelerator = Accelerator(
-        mixed_precision="fp16", gradient_accumulation_plugin=windows, dataloader_config=order
+        mixed_precision=args.mixed_precision,
+        gradient_accumulation_plugin=windows,
+        dataloader_config=order,
     )
     return attach(accelerator)
 

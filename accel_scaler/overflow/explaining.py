@@ -176,7 +176,8 @@ class OverflowExplainer(Observer):
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
             if self.meeting.speaks:
-                logger.warning("window %d overflowed: %s", window.index, origin.text)
+                how = "skipped" if origin.is_of_data else "overflowed"
+                logger.warning("step %d %s: %s", window.index, how, origin.text)
         if self.healer is not None:
             self._heal(self.healer, window, origin)
 

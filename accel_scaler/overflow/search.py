@@ -72,10 +72,10 @@ class _MicroBatch:
     def _in_forward(self, suspect: _Suspect) -> Origin:
         call, made = suspect.call, pair_of(suspect.made)
         if suspect.is_data:
-            text = (
-                f"input of {call.module}, micro-batch {self.micro}: {in_words(made)} "
-                "before a module of this model saw it"
-            )
+            first = min(each.order for each in self.window.forwards if each.micro == self.micro)
+            what = "batch" if call.forward.order == first else f"input of {call.module}"
+            bad = in_words(made).split()[-1]
+            text = f"the {what} already contained {bad}, micro-batch {self.micro}"
             return self._origin("forward", call.module, made, pair_of(call.outputs), text)
         given = pair_of(entry for entry in call.inputs if entry.is_finite)
         names = [entry.path for entry in suspect.made if entry.path]

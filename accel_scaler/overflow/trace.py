@@ -108,7 +108,7 @@ def in_words(pair: Pair | None) -> str:
         return "not seen"
     lo, hi = pair
     if math.isnan(lo) or math.isnan(hi):
-        return "holds nan"
+        return "contains NaN"
     if math.isfinite(lo) and math.isfinite(hi):
         return f"in [{lo:.4g}, {hi:.4g}]"
     return "reached " + " and ".join(f"{x:g}" for x in dict.fromkeys(pair) if math.isinf(x))

@@ -207,9 +207,8 @@ def healed(run: Diagnosis) -> Finding | None:
         return None
     each = ", ".join(f"{name} (from {run.place(x)} on)" for name, x in run.healed.items())
     title = f"heal has put {counted(len(run.healed), 'module')} in float32: {each}."
-    return Finding(
-        "note", title, f"From the start: {as_set(run, 'fp32_modules', in_float32(run))}."
-    )
+    setting = as_set(run, "fp32_modules", in_float32(run))
+    return Finding("note", title, f"To start that way next time, pass {setting}.")
 
 
 def loss(run: Diagnosis) -> Finding | None:
@@ -269,7 +268,7 @@ def skips(run: Diagnosis) -> Finding:
         return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.{again}")
     later = run.skips - run.kinds["search"]
     when = {
-        "while the scale settled": run.kinds["search"],
+        "while the scale was still being searched for": run.kinds["search"],
         "after the scale had grown": run.kinds["growth"],
         "with inf or NaN in the forward": run.kinds["forward"],
         "in the middle of training": run.kinds["other"],

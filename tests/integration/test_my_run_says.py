@@ -32,6 +32,7 @@ PAGE = (ROOT / "docs/my-run-says.md").read_text("utf-8")
 SECTIONS = [re.findall(r"^\| .+", part, re.MULTILINE)[1:] for part in PAGE.split("\n## ")[1:]]
 ROWS, SILENT = [row for rows in SECTIONS for row in rows], SECTIONS[-1]
 INF = float("inf")
+SAID = (RuntimeError, ValueError, AssertionError, AttributeError, Warning)
 
 
 def at_1024(**settings: Any) -> Any:
@@ -138,6 +139,20 @@ def scaler_in_use(is_ours: bool, path: Path) -> None:
     accelerator.scaler.load_state_dict(saved)
     accelerator.scaler._lazy_init_scale_growth_tracker(accelerator.device)
     assert accelerator.scaler.state_dict() == saved
+
+
+def no_scaler_to_load(is_ours: bool, path: Path) -> None:
+    """The weights go on from those of the fp16 run, and each step trains."""
+    trainer, _ = make(path, (), **PLAIN | {"save_strategy": "steps", "save_steps": 2})
+    train(attach(trainer, CONFIG))
+    checkpoint = path / "checkpoint-2"
+    reset()
+    if is_ours:
+        (checkpoint / "scaler.pt").unlink()
+    trainer, recorder = make(path, (), fp16=False, bf16=True, **PLAIN)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert recorder.skipped == [False, False]
+    assert trainer.state.global_step == 4
 
 
 def config_among_handlers(is_ours: bool, path: Path) -> None:
@@ -339,7 +354,7 @@ RUNS: list[Callable[..., None] | None] = [
     *(fp16_weights, no_inf_checks, unscale_twice, bf16_weights, overflow_at_every_scale),
     norm_of_another_dtype,
     None,  # a Mac
-    *(scaler_in_use, config_among_handlers, section_in_the_file),
+    *(scaler_in_use, no_scaler_to_load, config_among_handlers, section_in_the_file),
     *(norms_in_the_first_steps, loss_of_zero, schedule_before_the_step),
     *(schedule_and_average, resumed, lora_after_skips, muon, fp16_on_a_cpu),
 ]
@@ -361,7 +376,7 @@ def test_stock_says_it_and_the_cure_cures(
     if row in SILENT or "*not run here*: DeepSpeed" in row:
         run(False, tmp_path)
     else:
-        with pytest.raises((RuntimeError, ValueError, AssertionError, Warning)) as caught:
+        with pytest.raises(SAID) as caught:
             run(False, tmp_path)
         texts = [a or b for a, b in re.findall(r"``(.+?)``|`(.+?)`", row.split(" | ")[0])]
         if release("transformers") < (5, 0):

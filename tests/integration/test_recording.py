@@ -163,7 +163,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
         assert (first["where"], first["module"], first["class"]) == ("forward", "1", "Loud")
         assert first["micro_batch"] == 0
         assert all(len(first[key]) == 2 for key in ("input", "output"))
-        assert messages(caplog, f"window {line['step']} overflowed: {first['text']}")
+        assert messages(caplog, f"step {line['step']} overflowed: {first['text']}")
     assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text

@@ -26,12 +26,14 @@ from accel_scaler.launch.launcher import make_parser
 EXPECTED: dict[str, tuple[int, int, str | None, ScalerConfig | None]] = {
     "cpu_fp16": (1, 1, None, None),
     "fsdp2_fp16": (2, 1, "use_fsdp", None),
+    "gpu_bf16": (1, 1, None, None),
     "gpu_bf16_guard": (
         1, 1, None, ScalerConfig(skip_norm_above="4x", max_consecutive_skips=50)
     ),
     "gpu_bf16_offload": (1, 1, None, ScalerConfig(offload="cpu", max_consecutive_skips=50)),
     "gpu_fp16": (1, 1, None, None),
     "gpu_fp16_offload": (1, 1, None, ScalerConfig(offload="cpu", max_consecutive_skips=50)),
+    "multi_gpu_bf16": (2, 1, "multi_gpu", None),
     "multi_gpu_fp16": (2, 1, "multi_gpu", None),
     "two_nodes_fp16": (2, 2, "multi_gpu", None),
 }  # fmt: skip
@@ -90,7 +92,7 @@ def test_the_commands_in_a_header_work(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     path = find_config(name)
     commands = commands_of(path)
-    assert any("recipes/" in command[-1] for command in commands)
+    assert any("recipes/" in word for command in commands for word in command)
     for program, launch, *arguments in commands:
         assert launch == "launch"
         ours = program == "accel-scaler"

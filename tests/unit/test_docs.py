@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from places import ROOT
 
 import accel_scaler
@@ -57,7 +59,35 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_the_readme_is_a_page_long() -> None:
     """What has no place in it has one in docs."""
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_the_headline_and_its_picture_are_rows_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    headline = importlib.import_module("headline")
+    table = headline.shares((ROOT / "docs/offload.md").read_text("utf-8"))
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    (first,) = re.findall(
+        r"([\d]+) % of the GPU memory at ([\d]+) % of the speed \(a simulated (.+?)\)", readme
+    )
+    speed, memory = table[first[2]]
+    assert (int(first[0]), int(first[1])) == (round(memory * 100), round(speed * 100))
+    assert (ROOT / "assets/offload.svg").read_text("utf-8") == headline.picture(table), (
+        "make picture"
+    )
+    (alt,) = re.findall(r'offload.svg" .*?alt="([^"]+)"', readme)
+    assert re.findall(r"(\d+) %", alt) == [
+        f"{share * 100:.0f}" for share in (memory, *(each for each, _ in table.values()))
+    ]
+
+
+def test_the_citation_names_this_version() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert (found["title"], found["version"]) == ("accel_scaler", accel_scaler.__version__)
+    needed = {"cff-version", "message", "title", "authors"}
+    assert needed <= found.keys(), "what the format requires"
 
 
 def test_the_api_is_read_as_it_is() -> None:

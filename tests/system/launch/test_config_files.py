@@ -30,20 +30,20 @@ def facts_of(*commands: list[str], folder: Path, **extra: str) -> list[dict[str,
     return [fact["trained"] for fact in facts_in("".join(out for _, out, _ in ended))]
 
 
-def as_trained(facts: list[dict[str, Any]]) -> None:
+def as_trained(facts: list[dict[str, Any]], precision: str = "fp16") -> None:
     """Each skipped the one step that overflowed on its last rank, and all have one model."""
     for fact in facts:
         assert fact["class"] == "ScaledAccelerator"
-        assert (fact["precision"], fact["computed_in"]) == ("fp16", ["torch.float16"])
+        computed_in = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}[precision]
+        assert (fact["precision"], fact["computed_in"]) == (precision, [computed_in])
         assert fact["skipped"] == [step == BAD for step in range(STEPS)]
-        assert fact["scale"] == 2.0**17
+        assert fact["scale"] == (2.0**17 if precision == "fp16" else None)
         assert fact["weights"] == facts[0]["weights"]
 
 
-@pytest.fixture(scope="module")
-def weights() -> list[list[Any]]:
+def trained_here(precision: str) -> list[list[Any]]:
     """The weights that one process trains here, with ``attach`` called."""
-    settings = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "true"}
+    settings = {"ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_USE_CPU": "true"}
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**settings, "CALL_ATTACH": "1"}.items():
             patch.setenv(key, value)
@@ -52,9 +52,14 @@ def weights() -> list[list[Any]]:
         facts = train()
         torch.set_num_threads(threads)
     reset()
-    as_trained([facts])
+    as_trained([facts], precision)
     found: list[list[Any]] = facts["weights"]
     return found
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[list[Any]]:
+    return trained_here("fp16")
 
 
 def close(ours: list[list[Any]], expected: list[list[Any]]) -> None:
@@ -75,15 +80,20 @@ def test_a_file_for_one_process_trains_what_a_script_with_attach_does(
     assert facts[0]["settings"] == told
 
 
-def test_the_file_for_several_gpus_trains_on_two_gloo_ranks(
-    tmp_path: Path, weights: list[list[Any]]
-) -> None:
+def test_the_file_for_one_gpu_in_bf16_trains_what_a_script_with_attach_does(tmp_path: Path) -> None:
+    facts = facts_of([*OURS, "--config_file", "gpu_bf16", "--cpu", SCRIPT], folder=tmp_path)
+    as_trained(facts, "bf16")
+    assert facts[0]["weights"] == trained_here("bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_file_for_several_gpus_trains_on_two_gloo_ranks(precision: str, tmp_path: Path) -> None:
     flags = ["--step_mode", "overlap", "--main_process_port", str(free_port())]
-    command = [*OURS, "--config_file", "multi_gpu_fp16", *flags, SCRIPT]
+    command = [*OURS, "--config_file", f"multi_gpu_{precision}", *flags, SCRIPT]
     ours = facts_of(command, folder=tmp_path, **GLOO)
-    as_trained(ours)
+    as_trained(ours, precision)
     assert [fact["kind"] for fact in ours] == ["MULTI_CPU"] * 2
-    close(ours[0]["weights"], weights)
+    close(ours[0]["weights"], trained_here(precision))
     assert [fact["settings"]["ACCEL_SCALER_STEP_MODE"] for fact in ours] == ["overlap"] * 2
 
 

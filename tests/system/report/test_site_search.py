@@ -17,7 +17,10 @@ from page_picture import BROWSER, MISSING, chromium
 pytestmark = [pytest.mark.process, pytest.mark.skipif(BROWSER is None, reason=MISSING)]
 
 
-def test_a_word_is_found_without_a_server(tmp_path: Path) -> None:
+MY_RUN_SAYS = "a.md-search-result__link[href*='my-run-says.html']"
+
+
+def test_a_word_is_found_without_a_server_and_an_error_text_first(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     with chromium() as browser:
@@ -32,3 +35,12 @@ def test_a_word_is_found_without_a_server(tmp_path: Path) -> None:
             found = page.locator("a.md-search-result__link[href*='settings.html']")
             found.first.wait_for(state="attached")
             assert said == []
+        for words in ("Attempting to unscale FP16 gradients", "NaN loss"):
+            page = browser.new_context(offline=True).new_page()
+            page.goto((tmp_path / "start.html").as_uri())
+            page.locator("input.md-search__input").focus()
+            page.keyboard.type(words)
+            last = words.split()[-1].lower()  # in the links once all of it has been searched for
+            page.locator(f"{MY_RUN_SAYS}[href*='{last}']").first.wait_for(state="attached")
+            first = page.locator("a.md-search-result__link").first.get_attribute("href")
+            assert "my-run-says.html" in str(first), words

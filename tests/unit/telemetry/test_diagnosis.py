@@ -365,7 +365,8 @@ def test_what_else_the_verdict_says() -> None:
     assert verdict(silent) == "100 windows, none skipped."
     assert is_well(silent)
     skips = verdict(diagnosed(Course(420, above(8192), unknown, growth_interval=60)))
-    assert skips.endswith("(2.1 %): 3 while the scale settled, 6 after the scale had grown."), skips
+    searched = "3 while the scale was still being searched for"
+    assert skips.endswith(f"(2.1 %): {searched}, 6 after the scale had grown."), skips
     plain = Course(7, scaled=False)
     assert verdict(diagnosed(plain)).startswith("7 windows, none skipped. Loss: first 4, ")
     bad = verdict(diagnosed(replace(plain, overflows=lambda i, _: i == 3, loss=unknown)))

@@ -61,7 +61,7 @@ def test_the_summary_says_what_happened() -> None:
     history.add(record(1, skipped=True, grad_norm=None, overflowed=("head.weight", "head.bias")))
     history.add(record(2, scale=4.0, grad_norm=1234.5678))
     assert history.summary().splitlines() == [
-        "3 windows, 2 skipped (66.7 %): 2 while the scale settled.",
+        "3 windows, 2 skipped (66.7 %): 2 while the scale was still being searched for.",
         "scale: 8 at first, 4 now",
         "largest finite gradient norm: 1235",
         "last overflow seen in: head.weight, head.bias",

@@ -143,7 +143,7 @@ def _refuse_offload(optimizer: Optimizer, masters: MasterRule, params: Sequence[
     if name == "SparseAdam":
         reason = "SparseAdam has sparse gradients, expected AdamW and Embedding(sparse=False)"
     elif name in _BY_MATRIX:
-        reason = f"{name} needs whole matrices, expected an elementwise optimizer such as AdamW"
+        reason = f"{name} needs whole matrices, expected an elementwise one (AdamW, SGD)"
     elif found:
         reason = f"{name} has {found[0]}=True, expected False"
     elif len(devices) > 1:

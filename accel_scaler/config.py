@@ -148,7 +148,7 @@ class ScalerConfig:
         growth_factor: Factor on the scale after growth_interval windows without overflow.
         backoff_factor: Factor on the scale after a window that overflowed.
         growth_interval: Windows in a row without overflow after which the scale grows.
-        enabled: Scale the loss. False: GradScaler only calls optimizer.step().
+        enabled: Whether the loss is scaled. False: GradScaler only calls optimizer.step().
         min_scale: Lower bound of the scale. None: no bound, as in torch.
         max_scale: Upper bound of the scale. None: the largest of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
@@ -165,15 +165,16 @@ class ScalerConfig:
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
             masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
             auto: fp32 for float16, in an fp16 run or with offload for bfloat16, too.
-        skip_nonfinite: Skip a window with inf or NaN in its gradients. False: step, as stock does
-            in bf16 and fp32; refused in fp16, where such windows are how the scale is found.
+        skip_nonfinite: Whether a window with inf or NaN in its gradients is skipped. False: it
+            steps, as stock does in bf16 and fp32; refused in fp16, where such windows are how the
+            scale is found.
         skip_norm_above: Skip an optimizer step whose gradient norm (unscaled, before clipping) is
             above this number; '4x': above 4 times the median of the norms of the last 128 steps.
         max_consecutive_skips: How many optimizer steps in a row may be skipped; one more raises.
         on_overflow: What happens to a window whose gradients overflow. skip: it is lost. retry: its
             forwards and backwards run again at lower scales, and the optimizer steps.
-        growth_headroom: With retry the scale grows only while the largest gradient since the last
-            growth leaves room for it. False: whenever growth_interval says so, as with skip.
+        growth_headroom: With retry: whether the scale grows only while the largest gradient since
+            the last growth leaves room. False: whenever growth_interval says so, as with skip.
         find_overflow: How to find the module in which an overflow began. replay: run the skipped
             window again, then restore parameters, buffers and random state, nothing else. always:
             watch every module in every window (slow). off: name parameters only. auto: replay with
@@ -186,7 +187,7 @@ class ScalerConfig:
         telemetry: JSON-lines file with one record per optimizer step, appended by rank 0; with
             {rank} in the path each rank writes its own. accel-scaler report reads it.
         underflow_interval: With telemetry: record the largest gradient once in N windows.
-        log_values: Add the scaler's values to the Trainer's log and to accelerator.log.
+        log_values: Whether the Trainer's log and accelerator.log get the scaler's values.
     """
 
     init_scale: float = setting(2.0**16, SCALE)

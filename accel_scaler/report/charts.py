@@ -16,6 +16,8 @@ MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
 MAX_DRAWN = 1e24
 """Larger numbers are drawn at this height: uPlot makes no axis for much larger ones."""
+WIDE = 10.0
+"""The range of losses from which on their axis is logarithmic: a spike flattens a linear one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Line:
     high: Numbers = field(default_factory=list)
     style: Literal["", "steps", "dashed"] = ""
     """``"steps"``: a bin's number holds until the next bin."""
+    gaps: list[int] = field(default_factory=list)
+    """Indices of the bins in which all numbers were inf or NaN: the line stops there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +78,17 @@ def charts(run: Run) -> list[Chart]:
         largest += _limit("end of float16", [LARGEST] * len(bins))
     if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
         times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
-        times += _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
+        waits = _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
+        times += waits if run.hides else []
+    loss = run.bins.of_all("loss")
+    is_wide = loss.low > 0 and loss.high > WIDE * loss.low
     found = [
         Chart(
             "loss",
             "Loss",
             "The training loss of each step, as it was given to backward (the mean of its "
             "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
-            "linear",
+            "log" if is_wide else "linear",
             _lines(run, "loss", "loss"),
             skipped + bad_loss + spiked,
         ),
@@ -112,8 +119,10 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "time",
             "Step time (ms)",
-            "The time from the end of one step to the end of the next, of the optimizer's update, "
-            "and of the training thread's wait for it. The rest of the update was hidden.",
+            "The time from the end of one step to the end of the next, and of the optimizer's "
+            "update"
+            + ", and of the training thread's wait for it. The rest was hidden" * run.hides
+            + ".",
             "linear",
             times,
         ),
@@ -155,7 +164,8 @@ def _lines(
     if run.bins.width > 1:
         low = drawn([m.low if m.count else None for m in means])
         high = drawn([m.high if m.count else None for m in means])
-    return [Line(label, y, hue, low, high, "steps" if is_scale else "")]
+    gaps = [index for index, mean in enumerate(means) if mean.bad and not mean.count]
+    return [Line(label, y, hue, low, high, "steps" if is_scale else "", gaps)]
 
 
 def _limit(label: str, values: Sequence[float | None]) -> list[Line]:

@@ -60,7 +60,9 @@ def in_words(run: Run) -> str:
     lines = [run.label, "=" * min(len(run.label), 80), verdict(run, is_file=True), ""]
     numbers = key_numbers(run)
     width = max(len(each.name) for each in numbers)
-    lines += [f"{each.name:<{width}}  {each.value}  {each.more}".rstrip() for each in numbers]
+    for each in numbers:
+        more = f"; {each.more}" if each.more else ""
+        lines.append(f"{each.name:<{width}}  {each.value}{more}")
     marks = {"bad": "[!!]", "warn": "[! ]", "note": "[  ]", "good": "[ok]"}
     for finding in find(run):
         lines += ["", f"{marks[finding.level]} {finding.title}"]

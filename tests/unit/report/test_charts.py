@@ -52,6 +52,7 @@ def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -
     loss = chart("loss", read(tmp_path, lines))
     (line,) = loss.lines
     assert line.y == [3.0, -1.5, None, 0.0, None, 2.0, None]
+    assert (loss.scale, line.gaps) == ("linear", [2, 6])
     assert (line.low, line.high) == ([], [])
     marks = {each.edge: (each.label, each.bins) for each in loss.marks}
     assert marks == {"bottom": ("2 skipped windows", [1, 4]), "top": ("inf or NaN", [2, 6])}
@@ -71,6 +72,26 @@ def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path
     assert "1 spikes" in page
     for word in ("fp16", "float16", "oss scal", "growth"):
         assert word not in page.split("<h2>Settings")[0], word
+
+
+def test_the_axis_of_a_loss_is_logarithmic_where_a_linear_one_would_flatten_it(
+    tmp_path: Path,
+) -> None:
+    for losses, scale in (
+        ([3.0, 2.0, 1e6, 1.5], "log"),  # a spike
+        ([3.0, 2.0, "inf", 1.5], "linear"),
+        ([3.0, 0.0, 1e6, 1.5], "linear"),  # 0 has no place on a logarithmic axis
+        ([10.0, 5.0, 2.0, 1.0], "linear"),
+    ):
+        run = read(tmp_path, windows(4, loss=losses.__getitem__))
+        assert chart("loss", run).scale == scale, losses
+
+
+def test_an_update_that_is_awaited_is_drawn_once(tmp_path: Path) -> None:
+    times = {"optimizer_us": lambda s: 30_000, "waited_us": lambda s: 30_000}
+    time = chart("time", read(tmp_path, windows(3, **times)))
+    assert [line.label for line in time.lines] == ["whole step (ms)", "optimizer's update (ms)"]
+    assert "hidden" not in time.caption
 
 
 def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ DESCRIPTION = (
     "Start an unchanged script as `accelerate launch` does, with its flags, and attach every "
     "Accelerator and Trainer in it. --config_file also takes names such as gpu_fp16. A flag "
     "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`. "
-    "A window is one optimizer step with its micro-batches."
+    "A step is one optimizer step with all of its micro-batches."
 )
 
 

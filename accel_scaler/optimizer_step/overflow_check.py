@@ -137,8 +137,8 @@ class OverflowCheck:
         record = window.record(optimizer)
         if record.stage is OptState.STEPPED:
             raise OrderError(
-                f"{type(optimizer).__name__} has already stepped in this window. Clip before "
-                "optimizer.step(), and call accelerator.backward(loss) before the next step."
+                f"{type(optimizer).__name__} has already stepped since the last backward. Clip "
+                "before optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
         record.forbid_mixture(type(optimizer).__name__, some)
         if record.stage is OptState.UNSCALED and record.count not in (None, count):

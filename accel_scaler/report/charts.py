@@ -63,11 +63,11 @@ class Chart:
 def charts(run: Run) -> list[Chart]:
     """Every chart for which there is data, in the order of the page."""
     bins = run.bins.done
-    skipped = _marks(counted(run.skips, "skipped window"), [b.skips for b in bins], edge="bottom")
+    skipped = _marks(counted(run.skips, "skipped step"), [b.skips for b in bins], edge="bottom")
     spikes = [mean.count for mean in run.bins.means("spike")]
     spiked = _marks(counted(run.kinds["spike"], "skipped spike"), spikes, "warn")
     again = [mean.count for mean in run.bins.means("retried")]
-    retried = _marks(f"{counted(run.retried, 'window')} run again", again, "warn")
+    retried = _marks(f"{counted(run.retried, 'step')} run again", again, "warn")
     bad_loss, bad_norm = (
         _marks("inf or NaN", [mean.bad for mean in run.bins.means(name)])
         for name in ("loss", "norm")
@@ -95,8 +95,8 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "scale",
             "Loss scale",
-            "The factor on the loss. It halves when a window overflows, and that step is skipped "
-            "or run again; after growth_interval windows without overflow it doubles.",
+            "The factor on the loss. It halves when a step overflows, and that step is skipped "
+            "or run again; after growth_interval steps without overflow it doubles.",
             "log2",
             _lines(run, "scale", "scale", is_log=True) if run.is_scaled else [],
             skipped + retried,

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and os.path.exists(args.output) and os.path.samefile(args.output, file):
         raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
     if not run.windows:
-        print(f"{run.label}: no windows in this file.", file=sys.stderr)
+        print(f"{run.label}: no steps in this file.", file=sys.stderr)
     if args.text:
         say(in_words(run))
         return 0

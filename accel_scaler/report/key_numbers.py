@@ -45,7 +45,7 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         if run.hides:
             hidden = KeyNumber("optimizer hidden", run.hidden, f"of {each} an update")
     found = [
-        KeyNumber("windows", f"{run.windows:,}", sessions),
+        KeyNumber("steps", f"{run.windows:,}", sessions),
         KeyNumber("skipped", f"{run.skips:,}", f"{share} of all" + f": {kinds}" * bool(kinds)),
         _loss(run),
         *[_scale(run)] * run.is_scaled,
@@ -107,8 +107,8 @@ def _scale(run: Run) -> KeyNumber:
 
 def _speed(run: Run) -> KeyNumber:
     if (speed := run.windows_per_second) is None:
-        return KeyNumber("windows a second", NONE)
+        return KeyNumber("steps a second", NONE)
     seconds = sum(session.seconds for session in run.sessions)
     text = f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     which = "after the first step" + " of the last session" * (len(run.sessions) > 1)
-    return KeyNumber("windows a second", f"{speed:.3g}", f"{which}; {text} in all")
+    return KeyNumber("steps a second", f"{speed:.3g}", f"{which}; {text} in all")

@@ -490,7 +490,7 @@ class GradScaler(torch.amp.GradScaler):
             window = self.window
             if window.closed or window.opened_by is None:
                 raise OrderError(
-                    "no window is open: call scale() and backward before bind() or submit()."
+                    "no loss was scaled: call scale() and backward before bind() or submit()."
                 )
             for optimizer in optimizers:
                 record, params = window.record(optimizer), parameters_of(optimizer)
@@ -722,7 +722,7 @@ class GradScaler(torch.amp.GradScaler):
         if state_dict["scale"] <= 0 and self._min_scale is None:
             raise ConfigError(
                 f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0: a "
-                "long run of skips has brought it there, and every window would be skipped. Load "
+                "long run of skips has brought it there, and every step would be skipped. Load "
                 "an earlier checkpoint, or set min_scale (1.0, say), which the scale is raised to."
             )
 

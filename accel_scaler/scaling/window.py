@@ -24,7 +24,7 @@ from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
 
-UNSCALED = "sat out the window before with gradients in it, which are unscaled"
+UNSCALED = "sat out the step before with gradients in it, which are unscaled"
 """A value of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
 
 

@@ -30,7 +30,7 @@ ROW = "{:<25}  {:<7}  {:<45} {:<45}  {}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``accel-scaler test`` to a parser."""
     parser.description = (
-        "Train a few windows on this device, attached and in plain torch, and compare them bit for "
+        "Train a few steps on this device, attached and in plain torch, and compare them bit for "
         "bit. It takes less than a minute, and needs no network. The exit status is 1 if a row "
         "fails."
     )

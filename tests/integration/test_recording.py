@@ -80,14 +80,14 @@ def test_a_run_of_skips_ends_after_a_last_record(
     found, end, text = windows_of(path), lines_of(path)[-1], str(caught.value)
     assert [line["skipped"] for line in found] == [False] + [True] * 7
     assert end["error"] == f"OverflowStreakError: {text}"
-    assert "7 windows in a row were skipped, max_consecutive_skips=6 allows 6" in text
+    assert "7 steps in a row were skipped, max_consecutive_skips=6 allows 6" in text
     assert "The scale is now 32. " in text
     # Those that a check comes across, most often seen first.
     named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. The scale", text)
     assert named is not None
     assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
     (warning,) = messages(caplog, "skipped in a row")
-    assert warning.startswith("2 windows skipped in a row; the run ends after 6 (max_c")
+    assert warning.startswith("2 steps skipped in a row; the run ends after 6 (max_c")
 
 
 def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:
@@ -163,7 +163,7 @@ def test_where_it_began_is_in_the_record_the_log_and_the_error(
         assert (first["where"], first["module"], first["class"]) == ("forward", "1", "Loud")
         assert first["micro_batch"] == 0
         assert all(len(first[key]) == 2 for key in ("input", "output"))
-        assert messages(caplog, f"window {line['step']} overflowed: {first['text']}")
+        assert messages(caplog, f"step {line['step']} overflowed: {first['text']}")
     assert len(messages(caplog, "overflowed: ")) == len(found) - 1 == 3
     text = str(caught.value)
     assert found[-1]["first"]["text"] in text

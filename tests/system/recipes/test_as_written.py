@@ -121,7 +121,7 @@ def test_its_cells_learn_and_show_the_scale(tmp_path: Path) -> None:
     assert drawn["loss"] == [list(range(steps)), result["loss"]]
     assert (scale[0], skipped[0]) == (2.0**22, 0)
     assert all(scale[step + 1] == scale[step] / 2 for step in skipped if step < steps - 1)
-    assert f"{steps} windows, {len(skipped)} skipped" in out
+    assert f"{steps} steps, {len(skipped)} skipped" in out
     assert f"{result['before']:.1%} before, {result['after']:.1%} after" in out
     assert sum(result["loss"][-5:]) < 0.85 * sum(result["loss"][:5])
     # Five labels; it starts from a head that knows nothing.

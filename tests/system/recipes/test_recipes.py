@@ -204,7 +204,7 @@ def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(
     assert attached < 2 * without
     assert guarded < 2 * without
     printed = capsys.readouterr().out
-    assert "60 windows, 1 skipped" in printed
+    assert "60 steps, 1 skipped" in printed
     assert "1 as spikes of the gradient norm" in printed
 
 

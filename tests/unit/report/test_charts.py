@@ -55,7 +55,7 @@ def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -
     assert (loss.scale, line.gaps) == ("linear", [2, 6])
     assert (line.low, line.high) == ([], [])
     marks = {each.edge: (each.label, each.bins) for each in loss.marks}
-    assert marks == {"bottom": ("2 skipped windows", [1, 4]), "top": ("inf or NaN", [2, 6])}
+    assert marks == {"bottom": ("2 skipped steps", [1, 4]), "top": ("inf or NaN", [2, 6])}
 
 
 def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path
     lines[2] |= spike
     run = read(tmp_path, [*lines, t.window(2, 1.0, loss=0.5) | nan, t.window(3, 1.0, loss=0.25)])
     marks = {name: {m.label: m.bins for m in chart(name, run).marks} for name in ("loss", "norm")}
-    assert marks["loss"] == {"2 skipped windows": [1, 2], "1 skipped spike": [1]}
+    assert marks["loss"] == {"2 skipped steps": [1, 2], "1 skipped spike": [1]}
     assert marks["norm"] == {"inf or NaN": [2], "1 skipped spike": [1]}
     assert {each.name for each in charts(run)} == {"loss", "norm", "lr", "time"}
     page = html_page(run)
@@ -101,17 +101,17 @@ def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_pat
     lines[5] |= {"retries": 16, "first_scale": 65536.0, "retry_us": 500_000} | {"skipped": True}
     run = read(tmp_path, lines)
     marks = {each.label: each.bins for each in chart("scale", run).marks}
-    assert marks == {"1 skipped window": [4], "2 windows run again": [0, 3]}
+    assert marks == {"1 skipped step": [4], "2 steps run again": [0, 3]}
     (again,) = [each for each in key_numbers(run) if "again" in each.name]
     assert (again.value, again.more[:4]) == ("2", "1 s;")
-    assert "2 windows overflowed and ran again, in 1 s; batches lost: 1." in skips(run).title
+    assert "2 steps overflowed and ran again, in 1 s; batches lost: 1." in skips(run).title
 
 
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:
     count = 3000
     run = read(tmp_path, windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2)))
     assert run.bins.width == 4
-    assert "A point is the mean of 4 windows" in html_page(run)
+    assert "A point is the mean of 4 steps" in html_page(run)
     raw = chart("loss", run).lines[0]
     assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, 4)]
     assert (raw.low, raw.high) == ([*range(0, count, 4)], [*range(3, count, 4)])

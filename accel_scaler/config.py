@@ -157,14 +157,15 @@ class ScalerConfig:
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a CPU on
             a second thread, and each parameter's next use waits for it; on a device as sync.
         offload: Where the optimizer's state rests. none: with the parameters. cpu: in host memory,
-            with float32 master weights of 16-bit parameters; it is copied to the device to be
+            with the float32 copies (masters) of 16-bit parameters; it is copied to the device to be
             stepped there, beside forward and backward.
         offload_budget: With offload: how much of the device's memory its state may use. auto: what
             the run leaves below its own peak, for a moment. A size such as 6GiB: so much of it
             stays there, and the peak is so much higher. 0: a few blocks at a time, in the step.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
-            masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
-            auto: fp32 for float16, in an fp16 run or with offload for bfloat16, too.
+            copies (masters), saved with the optimizer. none: in place, each update rounded
+            (bfloat16 only). auto: fp32 for float16, in an fp16 run or with offload for bfloat16,
+            too.
         skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. False: it is
             taken, as by stock in bf16 and fp32; refused in fp16, where such steps are how the scale
             is found.
@@ -232,7 +233,7 @@ class ScalerConfig:
         if self.master_weights == "none" and self.offload == "cpu":
             raise ConfigError(
                 "master_weights='none' updates parameters in place, offload='cpu' updates 16-bit "
-                "ones through float32 masters; drop one of the two."
+                "ones through float32 copies (masters); drop one of the two."
             )
         if self.heal and self.find_overflow == "off":
             raise ConfigError("heal=True runs a step again, which find_overflow='off' forbids.")

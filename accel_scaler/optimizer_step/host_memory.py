@@ -40,8 +40,8 @@ class HostArena(Arena):
                 raise UnsupportedError(
                     f"offload='cpu': {length * 4 / 2**30:.2f} GiB of host memory cannot be had for "
                     f"{key!r} of {len(self.lengths)} parameters ({error}), 4 bytes an element; the "
-                    "optimizer's other state and float32 masters take as much each. Free host "
-                    "memory, train fewer parameters, or leave offload at 'none'."
+                    "optimizer's other state and float32 copies (masters) take as much each. Free "
+                    "host memory, train fewer parameters, or leave offload at 'none'."
                 ) from error
             # Whoever drops the arena does not know whether a copy is under way.
             weakref.finalize(

@@ -217,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
             if p.grad is not None and p.grad.dtype is torch.float16:
                 raise UnsupportedError(
                     f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} "
-                    "is float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
+                    "is float16. Step it through a float32 copy: AsyncOptimizer(optimizer, model, "
                     "scaler=scaler, step_mode='sync'), or attach(accelerator); or load the model "
                     "in float32 (model.float()) and let autocast run it in float16."
                 )

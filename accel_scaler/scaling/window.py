@@ -195,8 +195,8 @@ class OptimizerRecord(dict[str, Any]):
         if self._is_returned_changed(some):
             raise OrderError(
                 f"the gradients of {name} were changed after they were clipped, while they still "
-                "are scaled for float32 masters, so the change would be scaled too. Change them "
-                "before clip_grad_norm_, with what is added multiplied by "
+                "are scaled for float32 copies (masters), so the change would be scaled too. "
+                "Change them before clip_grad_norm_, with what is added multiplied by "
                 "accelerator.scaler.get_scale(); or load the model in float32. Zero the gradients "
                 "to go on."
             )

@@ -66,8 +66,8 @@ def by_hand() -> list[float]:
 def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -> None:
     facts, lines = run(tmp_path)
     assert facts["skips"] == WINDOWS
-    assert [line for line in lines if line.startswith("window ")] == [
-        line for line in lines if line.startswith(f"window 6 overflowed: forward of {SICK}.wo ")
+    assert [line for line in lines if line.startswith("step ")] == [
+        line for line in lines if line.startswith(f"step 6 overflowed: forward of {SICK}.wo ")
     ]
     (text,) = verdicts(lines)
     assert text.startswith(f"Nothing was trained: {WINDOWS} steps, {WINDOWS} skipped")
@@ -101,4 +101,4 @@ def test_of_two_ranks_the_first_one_says_the_verdict(tmp_path: Path) -> None:
     (text,) = verdicts(lines)
     assert f"{SICK}.wo" in text
     assert "Next: accel-scaler launch --heal, " in text
-    assert sum(line.startswith("window ") for line in lines) == 1, "one rank is enough"
+    assert sum(line.startswith("step ") for line in lines) == 1, "one rank is enough"

@@ -153,39 +153,41 @@ class ScalerConfig:
         ConfigError: names the field, the value and the allowed values.
 
     Attributes:
-        init_scale: Scale of the first window (a factor on the loss, no unit).
-        growth_factor: Factor on the scale after growth_interval windows without overflow.
-        backoff_factor: Factor on the scale after a window that overflowed.
-        growth_interval: Windows in a row without overflow after which the scale grows.
-        enabled: Scale the loss. False: GradScaler only calls optimizer.step().
+        init_scale: Scale of the first step (a factor on the loss, no unit).
+        growth_factor: Factor on the scale after growth_interval steps without overflow.
+        backoff_factor: Factor on the scale after a step that overflowed.
+        growth_interval: Steps in a row without overflow after which the scale grows.
+        enabled: Whether the loss is scaled. False: GradScaler only calls optimizer.step().
         min_scale: Lower bound of the scale. None: no bound, as in torch.
         max_scale: Upper bound of the scale. None: the largest of float32, as in torch.
         hysteresis: Overflows in a row before the scale backs off; each one skips its step.
         sharded: Ranks hold different gradients by sharding of your own (DTensors and FSDP are
-            detected): they agree on each skip by one all-reduce per window.
+            detected): they agree on each skip by one all-reduce per step.
         step_mode: When parameters are updated. sync: inside optimizer.step(). overlap: on a CPU on
             a second thread, and each parameter's next use waits for it; on a device as sync.
         offload: Where the optimizer's state rests. none: with the parameters. cpu: in host memory,
-            with float32 master weights of 16-bit parameters; it is copied to the device to be
+            with the float32 copies (masters) of 16-bit parameters; it is copied to the device to be
             stepped there, beside forward and backward.
         offload_budget: With offload: how much of the device's memory its state may use. auto: what
             the run leaves below its own peak, for a moment. A size such as 6GiB: so much of it
             stays there, and the peak is so much higher. 0: a few blocks at a time, in the step.
         master_weights: How float16 and bfloat16 parameters are updated. fp32: through float32
-            masters, saved with the optimizer. none: in place, each update rounded (bfloat16 only).
-            auto: fp32 for float16, in an fp16 run or with offload for bfloat16, too.
-        skip_nonfinite: Skip a window with inf or NaN in its gradients. False: step, as stock does
-            in bf16 and fp32; refused in fp16, where such windows are how the scale is found.
+            copies (masters), saved with the optimizer. none: in place, each update rounded
+            (bfloat16 only). auto: fp32 for float16, in an fp16 run or with offload for bfloat16,
+            too.
+        skip_nonfinite: Whether a step with inf or NaN in its gradients is skipped. False: it is
+            taken, as by stock in bf16 and fp32; refused in fp16, where such steps are how the scale
+            is found.
         skip_norm_above: Skip an optimizer step whose gradient norm (unscaled, before clipping) is
             above this number; '4x': above 4 times the median of the norms of the last 128 steps.
         max_consecutive_skips: How many optimizer steps in a row may be skipped; one more raises.
-        on_overflow: What happens to a window whose gradients overflow. skip: it is lost. retry: its
+        on_overflow: What happens to a step whose gradients overflow. skip: it is lost. retry: its
             forwards and backwards run again at lower scales, and the optimizer steps.
-        growth_headroom: With retry the scale grows only while the largest gradient since the last
-            growth leaves room for it. False: whenever growth_interval says so, as with skip.
+        growth_headroom: With retry: whether the scale grows only while the largest gradient since
+            the last growth leaves room. False: whenever growth_interval says so, as with skip.
         find_overflow: How to find the module in which an overflow began. replay: run the skipped
-            window again, then restore parameters, buffers and random state, nothing else. always:
-            watch every module in every window (slow). off: name parameters only. auto: replay with
+            step again, then restore parameters, buffers and random state, nothing else. always:
+            watch every module in every step (slow). off: name parameters only. auto: replay with
             heal or retry; else watch after six overflows in a row, or after the first with
             telemetry or max_consecutive_skips.
         heal: Run in float32 the smallest module that overflows at every scale; save its name.
@@ -194,8 +196,8 @@ class ScalerConfig:
             text. A glob without a match is an error.
         telemetry: JSON-lines file with one record per optimizer step, appended by rank 0; with
             {rank} in the path each rank writes its own. accel-scaler report reads it.
-        underflow_interval: With telemetry: record the largest gradient once in N windows.
-        log_values: Add the scaler's values to the Trainer's log and to accelerator.log.
+        underflow_interval: With telemetry: record the largest gradient once in N steps.
+        log_values: Whether the Trainer's log and accelerator.log get the scaler's values.
     """
 
     init_scale: float = setting(2.0**16, SCALE)
@@ -240,10 +242,10 @@ class ScalerConfig:
         if self.master_weights == "none" and self.offload == "cpu":
             raise ConfigError(
                 "master_weights='none' updates parameters in place, offload='cpu' updates 16-bit "
-                "ones through float32 masters; drop one of the two."
+                "ones through float32 copies (masters); drop one of the two."
             )
         if self.heal and self.find_overflow == "off":
-            raise ConfigError("heal=True runs a window again, which find_overflow='off' forbids.")
+            raise ConfigError("heal=True runs a step again, which find_overflow='off' forbids.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ScalerConfig:

@@ -43,7 +43,7 @@ def read_config(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], str | Non
             f"settings as `{SECTION}:`."
         )
     del document[SECTION]
-    return section, yaml.safe_dump(document)
+    return section, yaml.safe_dump(document, sort_keys=False)
 
 
 def as_section(settings: Mapping[str, Any]) -> str:

@@ -324,13 +324,13 @@ def run(
 
 def story(sick: SickModel, args: argparse.Namespace) -> dict[str, Outcome]:
     """Make the four runs; return their results."""
-    print("1. fp16: windows that overflow are skipped, and the next one is watched for the module")
+    print("1. fp16: steps that overflow are skipped, and the next one is watched for the module")
     limit = {"max_consecutive_skips": args.max_consecutive_skips}
     outcomes = {"fp16": run("fp16", sick, args, **limit)}
     fp16 = outcomes["fp16"]
     if not fp16.skips:
         raise fail(f"nothing overflowed in {fp16.steps} steps of fp16; there is nothing to find")
-    print(f"   {fp16.began or 'one window alone overflowed, so none that did was watched'}")
+    print(f"   {fp16.began or 'one step alone overflowed, so none that did was watched'}")
 
     print("2. the same with heal=True: one run, which goes on")
     healed = outcomes["healed"] = run("healed", sick, args, heal=True)

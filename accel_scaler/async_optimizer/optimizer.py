@@ -249,8 +249,8 @@ class AsyncOptimizer(Optimizer):
         self._check_open("submit")
         if self._stepper.replica.masters.on_host:
             raise UnsupportedError(
-                "submit(): with offload='cpu' masters and state pass through the device inside "
-                "step() alone. Call step(), or leave offload at 'none'."
+                "submit(): with offload='cpu' state and float32 copies (masters) pass through the "
+                "device inside step() alone. Call step(), or leave offload at 'none'."
             )
         if not callable(fn):
             raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")

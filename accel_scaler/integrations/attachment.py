@@ -209,7 +209,7 @@ class Attachment:
         if scaler.is_enabled():
             if scaler.window.opened_by is not None and not scaler.window.closed:
                 raise OrderError(
-                    "detach: a window is open, its gradients are scaled. Detach after "
+                    "detach: a step is under way, its gradients are scaled. Detach after "
                     "optimizer.step(), or zero the gradients and call "
                     "accelerator.scaler.abandon_window() first."
                 )

@@ -56,7 +56,7 @@ def refuse_unscaled(config: ScalerConfig, precision: str) -> None:
         )
     if precision == "fp16" and config.enabled and not config.skip_nonfinite:
         raise ConfigError(
-            "skip_nonfinite=False: got mixed_precision='fp16', where a window that overflows is "
+            "skip_nonfinite=False: got mixed_precision='fp16', where a step that overflows is "
             "skipped to find the scale; expected True, or another precision."
         )
 

@@ -36,6 +36,6 @@ def _print_totals(pid: int, history: History, path: str | None) -> None:
     """Print the totals of an accelerator, once it is collected or at the end of its process."""
     if history.boundaries == 0 or pid != os.getpid():  # a fork has a copy of the history
         return
-    done = f"{counted(history.boundaries, 'window')}, {history.skips} skipped"
+    done = f"{counted(history.boundaries, 'step')}, {history.skips} skipped"
     report = "" if path is None else f"; to see them: accel-scaler report {shlex.quote(path)}"
     print(f"accel-scaler: {done}{report}", file=sys.stderr, flush=True)

@@ -16,8 +16,11 @@ DESCRIPTION = (
     "Start an unchanged script as `accelerate launch` does, with its flags, and attach every "
     "Accelerator and Trainer in it. --config_file also takes names such as gpu_fp16. A flag "
     "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`. "
-    "A window is one optimizer step with its micro-batches."
+    "A step is one optimizer step with all of its micro-batches."
 )
+
+
+USAGE = "accel-scaler launch [flags] script.py [arguments of the script]"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             about = f"{help_of(name)} Default: {default}."
             group.add_argument(f"--{name}", dest=dest, metavar="VALUE", help=about)
             continue
-        about = (f"Set {name} to false. True, the default: " if default else "") + ABOUT[name]
+        about = (f"Set {name} to false; the default is true. " if default else "") + ABOUT[name]
         for flag, value in ((f"--{name}", True), (f"--no_{name}", False)):
             text, shown = str(value).lower(), argparse.SUPPRESS if value is default else about
             group.add_argument(flag, dest=dest, action="store_const", const=text, help=shown)
@@ -43,7 +46,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def own_parser() -> argparse.ArgumentParser:
     """A parser of our flags alone, for help."""
-    usage = "accel-scaler launch [flags] script.py [arguments of the script]"
-    parser = argparse.ArgumentParser("accel-scaler launch", usage, DESCRIPTION)
+    parser = argparse.ArgumentParser("accel-scaler launch", USAGE, DESCRIPTION)
     add_flags(parser)
     return parser

@@ -43,13 +43,15 @@ from ..config_file import PACKAGE, as_section, find_config, read_config, shipped
 from ..console import plain, say, written
 from ..devices import present_type
 from ..errors import AccelScalerError, ConfigError, UnsupportedError
-from ..integrations import scaled_elsewhere
+from ..integrations import SCALE_SETTINGS, scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
-from .flags import DEST, add_flags, own_parser
+from .flags import DEST, USAGE, add_flags, own_parser
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
 USE_CPU = "ACCELERATE_USE_CPU"
+FP16_ONLY = {*SCALE_SETTINGS, "enabled", "growth_headroom"}
+"""Settings that do nothing in other precisions."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,7 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
+    is_missing = "required: training_script" in message
+    raise ConfigError(f"no script is given; usage: {USAGE}" if is_missing else message)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
@@ -91,13 +94,17 @@ def main(argv: Sequence[str]) -> int:
     args, ours = parse(argv)
     refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        config, sources, precision = prepare(args, ours, Path(folder), refused)
+        config, sources, merged = prepare(args, ours, Path(folder), refused)
+        asked, started = _processes(merged)
+        if started < asked and not args.quiet:
+            text = (
+                f"num_processes is {asked}, but Accelerate starts one process here: only "
+                "--multi_gpu (in a file distributed_type: MULTI_GPU) starts several. On a CPU give "
+                f"that, and set {USE_CPU}=true in the environment, too."
+            )
+            print("accel-scaler: warning:", text, file=sys.stderr)
         if ours.dry_run:
-            for name, value in dataclasses.asdict(config).items():
-                say(f"{name:<22} {written(value):<12} {sources.get(name, 'default')}")
-            if sources:
-                given = {name: getattr(config, name) for name in sources}
-                say("\nFor a config file:\n" + as_section(given).rstrip())
+            _say_settings(config, sources, merged)
             for error in refused:
                 print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
             return 2 if refused else 0
@@ -107,8 +114,9 @@ def main(argv: Sequence[str]) -> int:
             changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
-            what += f"; mixed_precision={precision!r}. What the script sets itself takes precedence"
-            print(plain(f"accel-scaler: {what}."), file=sys.stderr, flush=True)
+            what += f"; mixed_precision={merged.mixed_precision!r}"
+            what += ". What the script sets itself takes precedence."
+            print(plain(f"accel-scaler: {what}"), file=sys.stderr, flush=True)
         with _environment(config.to_env(sources), _set_in(sources), ours.no_attach):
             return _run(args)
 
@@ -118,8 +126,9 @@ def prepare(
     ours: argparse.Namespace,
     folder: Path,
     refused: list[AccelScalerError],
-) -> tuple[ScalerConfig, dict[str, str], str]:
-    """The settings of a launch, the sources of the changed ones, and the precision.
+) -> tuple[ScalerConfig, dict[str, str], argparse.Namespace]:
+    """The settings of a launch, the sources of the changed ones, and Accelerate's arguments with
+    its config file, if it takes them.
 
     ``folder`` takes a config file without our section, which replaces the one in Accelerate's
     ``args``; ``refused`` takes every refusal. Raises ``ConfigError`` for an unreadable config file.
@@ -132,10 +141,9 @@ def prepare(
     if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
         text = f"the script {script!r} does not exist (from {os.getcwd()})."
         refused.append(ConfigError(text))
-    precision = "no"
+    merged = args
     try:
         merged = _merged_by_accelerate(args)
-        precision = merged.mixed_precision
         if not ours.no_attach:
             _refuse_unsuitable(merged)
         # Ranks on other hosts write only to a path with {rank}.
@@ -143,7 +151,34 @@ def prepare(
             refuse_unwritable(path)
     except AccelScalerError as error:
         refused.append(error)
-    return config, sources, precision
+    return config, sources, merged
+
+
+def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) -> None:
+    """Print the table of a dry run, and the section for a config file. Without a loss scale its
+    settings are left out, but for those that something sets."""
+    rows = {
+        "mixed_precision": (merged.mixed_precision or "no", "Accelerate"),
+        "num_processes": (_processes(merged)[1], "Accelerate"),
+    }
+    hidden = () if merged.mixed_precision == "fp16" else FP16_ONLY
+    for name, value in dataclasses.asdict(config).items():
+        if name in sources or name not in hidden:
+            rows[name] = value, sources.get(name, "default") + "; fp16 only" * (name in hidden)
+    for name, (value, source) in rows.items():
+        say(f"{name:<22} {written(value):<12} {source}")
+    if sources:
+        given = {name: getattr(config, name) for name in sources}
+        say("\nFor a config file:\n" + as_section(given).rstrip())
+
+
+def _processes(merged: Any) -> tuple[int, int]:
+    """How many processes are asked for, and how many Accelerate starts, on all machines."""
+    text = str(merged.num_processes or 1)  # a file may hold a text
+    asked = int(text) if text.isdecimal() else 1
+    several = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
+    is_one = merged.cpu or not any(getattr(merged, flag) for flag in several)
+    return asked, 1 if is_one and merged.mpirun_hostfile is None else asked
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:

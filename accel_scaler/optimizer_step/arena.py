@@ -82,9 +82,9 @@ class Arena:
         except RuntimeError as error:
             raise UnsupportedError(
                 f"{length * 4 / 2**20:,.0f} MiB of memory on {self.device} cannot be had for "
-                f"{key!r} of {len(slots)} parameters ({error}). Without float32 masters "
-                "(step_mode='sync' or 'overlap', offload='none', float32 weights) none is asked "
-                "for."
+                f"{key!r} of {len(slots)} parameters ({error}). Without float32 copies of weights, "
+                "masters (step_mode='sync' or 'overlap', offload='none', float32 weights) none "
+                "is asked for."
             ) from error
         return [self.view(memory, slot, begin) for slot in slots]
 

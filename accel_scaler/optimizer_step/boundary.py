@@ -347,7 +347,7 @@ class Boundary:
             )
         elif is_new and is_last:
             logger.warning(
-                "%s was due to step in %d windows and has never had a gradient, so it trains "
+                "%s was due in %d steps and has never had a gradient, so it trains "
                 "nothing. Its first parameter is %s. Make it from the parameters of the model that "
                 "computes the loss, after that was wrapped or moved, and unfreeze them. (Logged "
                 "once.)",

@@ -53,8 +53,8 @@ class Clipping:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "clip_grad_norm_ before the last micro-batch of an accumulation window clips "
-                "nothing and returns the norm so far; the last micro-batch clips. (Logged once.)"
+                "clip_grad_norm_ before the last micro-batch of a step clips nothing and returns "
+                "the norm so far; the last micro-batch clips. (Logged once.)"
             )
         total = total_norm(parameters, norm_type)
         return total if norm_type == 0 else total / self.scaler.window_scale  # 0: a count

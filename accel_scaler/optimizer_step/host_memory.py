@@ -39,9 +39,9 @@ class HostArena(Arena):
             except RuntimeError as error:
                 raise UnsupportedError(
                     f"offload='cpu': {length * 4 / 2**30:.2f} GiB of host memory cannot be had for "
-                    f"{key!r} of {len(self.lengths)} parameters ({error}). AdamW's state takes 8 "
-                    "bytes a parameter, 12 with float32 masters. Free host memory, train fewer "
-                    "parameters, or leave offload at 'none'."
+                    f"{key!r} of {len(self.lengths)} parameters ({error}), 4 bytes an element; the "
+                    "optimizer's other state and float32 copies (masters) take as much each. Free "
+                    "host memory, train fewer parameters, or leave offload at 'none'."
                 ) from error
             # Whoever drops the arena does not know whether a copy is under way.
             weakref.finalize(

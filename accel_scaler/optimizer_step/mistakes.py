@@ -46,7 +46,7 @@ class ScaledClips:
         self.tries = 0
         return (
             f"The gradients of {type(optimizer).__name__} are clipped while they are multiplied by "
-            f"the loss scale: their norm was {scaled:.4g} in {scales.total()} windows, so the "
+            f"the loss scale: their norm was {scaled:.4g} in {scales.total()} steps, so the "
             f"unscaled one is {norm:.3g}. Instead of torch.nn.utils.clip_grad_norm_ call "
             f"accelerator.clip_grad_norm_(model.parameters(), {scaled:.4g}), or before it "
             "accelerator.scaler.unscale_(optimizer)."
@@ -84,8 +84,8 @@ class DroppedBatches:
         if self._windows != LOSING:
             return None
         return (
-            f"zero_grad() of {type(optimizer).__name__} comes before the last backward of an "
-            f"accumulation window, so it drops the gradients of {lost} backwards, and the last one "
+            f"zero_grad() of {type(optimizer).__name__} comes before the last backward of a "
+            f"step, so it drops the gradients of {lost} backwards, and the last one "
             "trains alone. Call optimizer.zero_grad() after optimizer.step(), not before the "
             "backward."
         )

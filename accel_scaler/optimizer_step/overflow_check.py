@@ -138,8 +138,8 @@ class OverflowCheck:
         record = window.record(optimizer)
         if record.stage is OptState.STEPPED:
             raise OrderError(
-                f"{type(optimizer).__name__} has already stepped in this window. Clip before "
-                "optimizer.step(), and call accelerator.backward(loss) before the next step."
+                f"{type(optimizer).__name__} has already stepped since the last backward. Clip "
+                "before optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
         record.forbid_mixture(type(optimizer).__name__, some)
         if record.stage is OptState.UNSCALED and record.count not in (None, count):
@@ -195,9 +195,9 @@ class OverflowCheck:
             norms = self.one_pass([optimizer], gathered, [keeps_scaled])
         if norms is None and keeps_scaled:
             raise UnsupportedError(
-                f"{type(optimizer).__name__}: gradients of its float32 masters are sharded, sparse "
-                "or on several devices; load the model in float32, or in bfloat16 with "
-                "master_weights='none'."
+                f"{type(optimizer).__name__}: gradients of its float32 copies (masters) are "
+                "sharded, sparse or on several devices; load the model in float32, or in bfloat16 "
+                "with master_weights='none'."
             )
         if norms is None and self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
@@ -232,9 +232,9 @@ class OverflowCheck:
         if common:
             raise OrderError(
                 f"{type(optimizer).__name__} shares {common} parameters with another optimizer, "
-                "and the gradients of one of them stay scaled, for float32 masters. Put the shared "
-                "parameters in one optimizer, or load the model in float32; zero the gradients to "
-                "go on."
+                "and the gradients of one of them stay scaled, for float32 copies (masters). Put "
+                "the shared parameters in one optimizer, or load the model in float32; zero the "
+                "gradients to go on."
             )
 
     def inv_scale(self, device: torch.device) -> Tensor:
@@ -364,8 +364,8 @@ class OverflowCheck:
         if stepper.keeps_scaled:
             raise UnsupportedError(
                 "unscale_gradients: some gradients are float16 or bfloat16 and go to float32 "
-                "masters, so they are unscaled within the step; here small ones would be lost. Use "
-                "clip_grad_norm_ or clip_grad_value_, and no hook before the step "
+                "copies (masters), so they are unscaled within the step; here small ones would be "
+                "lost. Use clip_grad_norm_ or clip_grad_value_, and no hook before the step "
                 "(register_step_pre_hook); or load the model in float32, or in bfloat16 with "
                 "master_weights='none'."
             )

@@ -195,9 +195,9 @@ class ReplicaStepper(Stepper):
         if edited and not self._logged_edits:
             self._logged_edits = True
             logger.warning(
-                "%s changed where torch counts no version (.data). The float32 master has taken "
-                "the new values, but of large tensors only a sample is compared: write `with "
-                "torch.no_grad(): p.copy_(...)`, which is always seen. (Logged once.)",
+                "%s changed where torch counts no version (.data). The float32 copy (master) has "
+                "taken the new values, but of large tensors only a sample is compared: write "
+                "`with torch.no_grad(): p.copy_(...)`, which is always seen. (Logged once.)",
                 self._names(edited),
             )
 
@@ -325,8 +325,8 @@ class ReplicaStepper(Stepper):
             if grad is not None and is_copied and grad.layout is not torch.strided:
                 raise UnsupportedError(
                     f"{self._names([pair.param])} has a sparse gradient, which offload and float32 "
-                    "masters do not take. Use Embedding(sparse=False), or float32 parameters "
-                    "without offload."
+                    "copies (masters) do not take. Use Embedding(sparse=False), or float32 "
+                    "parameters without offload."
                 )
 
     def _step_hooks(self, when: str) -> list[Callable[..., Any]]:

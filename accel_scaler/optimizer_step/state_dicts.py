@@ -104,8 +104,8 @@ class StateDictHooks:
         if is_ours and next(reversed(hooks)) != self._loads.id:
             raise UnsupportedError(
                 "load_state_dict: a pre-hook was registered after prepare() or AsyncOptimizer(), "
-                "and would not see the state, which goes into float32 masters. Register it "
-                "before, or change the state dict before it is loaded."
+                "and would not see the state, which goes into float32 copies (masters). Register "
+                "it before, or change the state dict before it is loaded."
             )
         stepper.begin_loading(state_dict)
         if is_ours:

@@ -85,8 +85,8 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     if not is_splittable(optimizer):
         raise UnsupportedError(
             f"{name} is not among the optimizers of torch whose step treats each parameter alone: "
-            "it is not stepped in parts, by AsyncOptimizer or with float32 masters. Use attach() "
-            f"and {WAY_OUT[4:]}"
+            "it is not stepped in parts, by AsyncOptimizer or with float32 copies (masters). Use "
+            f"attach() and {WAY_OUT[4:]}"
         )
     params = parameters_of(optimizer)
     if any(getattr(p, "_fsdp_flattened", False) for p in params):
@@ -133,14 +133,15 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
         )
     if any(p.dtype in LOW_PRECISION and hasattr(p, "to_local") for p in through):
         raise UnsupportedError(
-            f"{name} has float16 or bfloat16 parameters that are sharded; their float32 masters "
-            "would be, too, and unscaling into those is not supported. Load the model in float32 "
-            "(and give fully_shard an mp_policy), or in bfloat16 with master_weights='none'."
+            f"{name} has float16 or bfloat16 parameters that are sharded; their float32 copies "
+            "(masters) would be, too, and unscaling into those is not supported. Load the model in "
+            "float32 (and give fully_shard an mp_policy), or in bfloat16 with "
+            "master_weights='none'."
         )
     if others := {p.dtype for p in through} - LOW_PRECISION - {torch.float32}:
         raise UnsupportedError(
             f"{name} has parameters of {', '.join(map(str, others))}, expected float32 or less, "
-            f"and is not stepped with float32 masters ({WHY}). {WAY_OUT}"
+            f"and is not stepped with float32 copies, masters ({WHY}). {WAY_OUT}"
         )
 
 
@@ -155,7 +156,7 @@ def _refuse_offload(optimizer: Optimizer, masters: MasterRule, params: Sequence[
     if name == "SparseAdam":
         reason = "SparseAdam has sparse gradients, expected AdamW and Embedding(sparse=False)"
     elif name in _BY_MATRIX:
-        reason = f"{name} needs whole matrices, expected an elementwise optimizer such as AdamW"
+        reason = f"{name} needs whole matrices, expected an elementwise one (AdamW, SGD)"
     elif found:
         reason = f"{name} has {found[0]}=True, expected False"
     elif len(devices) > 1:

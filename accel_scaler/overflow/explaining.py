@@ -304,7 +304,7 @@ class OverflowExplainer(Observer):
             window.healed = healer.heal(self.models, found, at_scale_1, self.meeting.any)
         if window.healed and self.meeting.speaks:
             logger.warning(
-                "window %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "
+                "step %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "
                 "parameters in all)",
                 window.index,
                 found.short,
@@ -316,8 +316,8 @@ class OverflowExplainer(Observer):
         """Watch modules while they run. ``why``: the window could not be run again."""
         if why:
             self._warn_once(
-                f"where the overflow began was not seen by running the window again: {why}. The "
-                "next windows are watched while they run (see find_overflow)."
+                f"where the overflow began was not seen by running the step again: {why}. The "
+                "next steps are watched while they run (see find_overflow)."
             )
         self.finder = OverflowFinder()
         self._left_to_watch = MAX_WATCHED if self.recording is None else 1

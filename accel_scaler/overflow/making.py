@@ -121,7 +121,7 @@ class GradientMaker:
             if why not in self._logged:
                 self._logged.add(why)
                 logger.warning(
-                    "window %d overflowed and is skipped, as its gradients cannot be made again: "
+                    "step %d overflowed and is skipped, as its gradients cannot be made again: "
                     "%s. (Logged once for each reason.)",
                     window.index,
                     why,

@@ -25,7 +25,7 @@ class Obstacle(str, Enum):
 
     # The forwards would be others by now.
     MOVED = "its parameters were changed between a forward and the step"
-    UPDATED = "its parameters were updated since a forward of an earlier window"
+    UPDATED = "its parameters were updated since a forward of an earlier step"
     FIRST_WRITE = "a buffer was written to for the first time"
     WRITES = "its forward writes to its parameters"
     OTHER_OUTPUT = "its forward gave another output: it has state of its own"
@@ -38,14 +38,14 @@ class Obstacle(str, Enum):
     OTHER_LOSS = "the loss is made of outputs that are others with modules in float32"
     CHANGED = "its gradients were changed after the backward"
     UNSCALED = "they were unscaled by GradScaler.unscale_()"
-    ADDED = "its gradients were added to those of an earlier window"
+    ADDED = "its gradients were added to those of an earlier step"
     FROM_ELSEWHERE = "a parameter got a gradient that no recorded forward gives"
     LOST_BITS = "float16 has lost bits at this scale: more than 1% of a finite gradient"
     DIFFERENT = "a finite gradient came out different: it was changed, or made by a hook"
 
     # Other optimizers, and other ranks.
     STEPPED = "another optimizer has updated parameters in it already"
-    PARTNER_ADDED = "another optimizer has gradients of an earlier window"
+    PARTNER_ADDED = "another optimizer has gradients of an earlier step"
     CLIPPED = "an earlier clip is left to the step of an optimizer, and would be lost"
     ALONE = (
         "the ranks are not known to have overflowed together: they step alone, may run out of "

@@ -16,6 +16,8 @@ MAX_RATES = 4
 """Parameter groups whose learning rates are drawn."""
 MAX_DRAWN = 1e24
 """Larger numbers are drawn at this height: uPlot makes no axis for much larger ones."""
+WIDE = 10.0
+"""The range of losses from which on their axis is logarithmic: a spike flattens a linear one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Line:
     high: Numbers = field(default_factory=list)
     style: Literal["", "steps", "dashed"] = ""
     """``"steps"``: a bin's number holds until the next bin."""
+    gaps: list[int] = field(default_factory=list)
+    """Indices of the bins in which all numbers were inf or NaN: the line stops there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,11 @@ class Chart:
 def charts(run: Run) -> list[Chart]:
     """Every chart for which there is data, in the order of the page."""
     bins = run.bins.done
-    skipped = _marks(counted(run.skips, "skipped window"), [b.skips for b in bins], edge="bottom")
+    skipped = _marks(counted(run.skips, "skipped step"), [b.skips for b in bins], edge="bottom")
     spikes = [mean.count for mean in run.bins.means("spike")]
     spiked = _marks(counted(run.kinds["spike"], "skipped spike"), spikes, "warn")
     again = [mean.count for mean in run.bins.means("retried")]
-    retried = _marks(f"{counted(run.retried, 'window')} run again", again, "warn")
+    retried = _marks(f"{counted(run.retried, 'step')} run again", again, "warn")
     bad_loss, bad_norm = (
         _marks("inf or NaN", [mean.bad for mean in run.bins.means(name)])
         for name in ("loss", "norm")
@@ -74,22 +78,25 @@ def charts(run: Run) -> list[Chart]:
         largest += _limit("end of float16", [LARGEST] * len(bins))
     if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
         times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
-        times += _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
+        waits = _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
+        times += waits if run.hides else []
+    loss = run.bins.of_all("loss")
+    is_wide = loss.low > 0 and loss.high > WIDE * loss.low
     found = [
         Chart(
             "loss",
             "Loss",
             "The training loss of each step, as it was given to backward (the mean of its "
             "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
-            "linear",
+            "log" if is_wide else "linear",
             _lines(run, "loss", "loss"),
             skipped + bad_loss + spiked,
         ),
         Chart(
             "scale",
             "Loss scale",
-            "The factor on the loss. It halves when a window overflows, and that step is skipped "
-            "or run again; after growth_interval windows without overflow it doubles.",
+            "The factor on the loss. It halves when a step overflows, and that step is skipped "
+            "or run again; after growth_interval steps without overflow it doubles.",
             "log2",
             _lines(run, "scale", "scale", is_log=True) if run.is_scaled else [],
             skipped + retried,
@@ -112,8 +119,10 @@ def charts(run: Run) -> list[Chart]:
         Chart(
             "time",
             "Step time (ms)",
-            "The time from the end of one step to the end of the next, of the optimizer's update, "
-            "and of the training thread's wait for it. The rest of the update was hidden.",
+            "The time from the end of one step to the end of the next, and of the optimizer's "
+            "update"
+            + ", and of the training thread's wait for it. The rest was hidden" * run.hides
+            + ".",
             "linear",
             times,
         ),
@@ -155,7 +164,8 @@ def _lines(
     if run.bins.width > 1:
         low = drawn([m.low if m.count else None for m in means])
         high = drawn([m.high if m.count else None for m in means])
-    return [Line(label, y, hue, low, high, "steps" if is_scale else "")]
+    gaps = [index for index, mean in enumerate(means) if mean.bad and not mean.count]
+    return [Line(label, y, hue, low, high, "steps" if is_scale else "", gaps)]
 
 
 def _limit(label: str, values: Sequence[float | None]) -> list[Line]:

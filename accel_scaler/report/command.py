@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output and os.path.exists(args.output) and os.path.samefile(args.output, file):
         raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
     if not run.windows:
-        print(f"{run.label}: no windows in this file.", file=sys.stderr)
+        print(f"{run.label}: no steps in this file.", file=sys.stderr)
     if args.text:
         say(in_words(run))
         return 0
@@ -60,7 +60,9 @@ def in_words(run: Run) -> str:
     lines = [run.label, "=" * min(len(run.label), 80), verdict(run, is_file=True), ""]
     numbers = key_numbers(run)
     width = max(len(each.name) for each in numbers)
-    lines += [f"{each.name:<{width}}  {each.value}  {each.more}".rstrip() for each in numbers]
+    for each in numbers:
+        more = f"; {each.more}" if each.more else ""
+        lines.append(f"{each.name:<{width}}  {each.value}{more}")
     marks = {"bad": "[!!]", "warn": "[! ]", "note": "[  ]", "good": "[ok]"}
     for finding in find(run):
         lines += ["", f"{marks[finding.level]} {finding.title}"]

@@ -109,7 +109,7 @@ def _charts(run: Run, charts: Sequence[Chart]) -> str:
         caption = chart.caption
         if any(line.low for line in chart.lines):
             what = "last" if chart.name == "scale" else "mean"
-            caption += f" A point is the {what} of {run.bins.width} windows, the band their range."
+            caption += f" A point is the {what} of {run.bins.width} steps, the band their range."
         figures.append(
             f'<figure class="card" id="chart-{chart.name}"><h3>{chart.title}</h3>'
             f'<div class="readout"></div><div class="plot" role="group" aria-label="{chart.title}">'
@@ -125,7 +125,7 @@ def _modules(run: Run) -> str:
     most_bad = run.modules.most(lambda module: module.bad)
     bad = {name: f"{each.bad:,} (first: {run.place(each.first_bad)})" for name, each in most_bad}
     tables = [_table("largest gradient norm", norms)] * bool(norms)
-    tables += [_table("windows with inf or NaN", bad)] * bool(bad)
+    tables += [_table("steps with inf or NaN", bad)] * bool(bad)
     return "<h2>Modules</h2>" + _cards(tables) if tables else ""
 
 

@@ -40,11 +40,13 @@ def key_numbers(run: Run) -> list[KeyNumber]:
     share = percent(run.skips, run.windows)
     hidden = KeyNumber("optimizer hidden", NONE, "no times in the file" if run.windows else "")
     if run.optimizer_us:
-        each = run.optimizer_us / run.updates / 1e3
-        hidden = KeyNumber("optimizer hidden", run.hidden, f"of {each:.3g} ms an update")
+        each = f"{run.optimizer_us / run.updates / 1e3:.3g} ms"
+        hidden = KeyNumber("optimizer's update", each, "on average")
+        if run.hides:
+            hidden = KeyNumber("optimizer hidden", run.hidden, f"of {each} an update")
     found = [
-        KeyNumber("windows", f"{run.windows:,}", sessions),
-        KeyNumber("skipped", f"{run.skips:,}", f"{share}: {kinds}" if kinds else share),
+        KeyNumber("steps", f"{run.windows:,}", sessions),
+        KeyNumber("skipped", f"{run.skips:,}", f"{share} of all" + f": {kinds}" * bool(kinds)),
         _loss(run),
         *[_scale(run)] * run.is_scaled,
         _speed(run),
@@ -105,7 +107,8 @@ def _scale(run: Run) -> KeyNumber:
 
 def _speed(run: Run) -> KeyNumber:
     if (speed := run.windows_per_second) is None:
-        return KeyNumber("windows a second", NONE)
+        return KeyNumber("steps a second", NONE)
     seconds = sum(session.seconds for session in run.sessions)
     text = f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return KeyNumber("windows a second", f"{speed:.3g}", f"{text} in all")
+    which = "after the first step" + " of the last session" * (len(run.sessions) > 1)
+    return KeyNumber("steps a second", f"{speed:.3g}", f"{which}; {text} in all")

@@ -73,6 +73,11 @@ class Run(Diagnosis):
         return plain(Path(self.path).name + rank)
 
     @property
+    def hides(self) -> bool:
+        """Whether the training thread did not wait for all of the updates' time."""
+        return self.waited_us < self.optimizer_us
+
+    @property
     def hidden(self) -> str:
         """The share of the updates' time that the training thread did not wait for."""
         return percent(self.optimizer_us - self.waited_us, self.optimizer_us)

@@ -217,7 +217,7 @@ class GradScaler(torch.amp.GradScaler):
             if p.grad is not None and p.grad.dtype is torch.float16:
                 raise UnsupportedError(
                     f"Attempting to unscale FP16 gradients: a parameter of shape {tuple(p.shape)} "
-                    "is float16. Step it through float32 masters: AsyncOptimizer(optimizer, model, "
+                    "is float16. Step it through a float32 copy: AsyncOptimizer(optimizer, model, "
                     "scaler=scaler, step_mode='sync'), or attach(accelerator); or load the model "
                     "in float32 (model.float()) and let autocast run it in float16."
                 )
@@ -490,7 +490,7 @@ class GradScaler(torch.amp.GradScaler):
             window = self.window
             if window.closed or window.opened_by is None:
                 raise OrderError(
-                    "no window is open: call scale() and backward before bind() or submit()."
+                    "no loss was scaled: call scale() and backward before bind() or submit()."
                 )
             for optimizer in optimizers:
                 record, params = window.record(optimizer), parameters_of(optimizer)
@@ -722,7 +722,7 @@ class GradScaler(torch.amp.GradScaler):
         if state_dict["scale"] <= 0 and self._min_scale is None:
             raise ConfigError(
                 f"scaler state dict: got scale={state_dict['scale']!r}, expected a number > 0: a "
-                "long run of skips has brought it there, and every window would be skipped. Load "
+                "long run of skips has brought it there, and every step would be skipped. Load "
                 "an earlier checkpoint, or set min_scale (1.0, say), which the scale is raised to."
             )
 

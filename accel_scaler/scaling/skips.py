@@ -52,7 +52,7 @@ class SkipStreak:
         if skips == 0:
             self._forget()
         elif limit is not None and skips > limit:
-            text = f"{skips} windows in a row were skipped, max_consecutive_skips={limit} allows "
+            text = f"{skips} steps in a row were skipped, max_consecutive_skips={limit} allows "
             text += f"{limit}. {self._describe(get_scale, cause)}"
             self._forget()
             raise OverflowStreakError(text)
@@ -61,11 +61,11 @@ class SkipStreak:
             end = f"the run ends after {limit}" if limit is not None else "the run goes on"
             text = "%s skipped in a row; %s (max_consecutive_skips=%s). %s"
             logger.warning(
-                text, counted(skips, "window"), end, limit, self._describe(get_scale, cause)
+                text, counted(skips, "step"), end, limit, self._describe(get_scale, cause)
             )
         elif get_scale is None and not self._is_told:
             self._is_told = True
-            text = "a window was skipped, as step_was_skipped says (logged once). %s"
+            text = "a step was skipped, as step_was_skipped says (logged once). %s"
             logger.warning(text, self._describe(get_scale, cause))
 
     def _describe(self, get_scale: Callable[[], float] | None, cause: Callable[[], str]) -> str:
@@ -74,7 +74,7 @@ class SkipStreak:
         seen = f"Non-finite gradients in: {tensors}. " if names else ""
         scale = "" if get_scale is None else f"The scale is now {get_scale():g}. "
         origin = f"{self.origin}. " if self.origin else ""
-        why = cause() or f"{origin}Look at the data and the loss of these windows."
+        why = cause() or f"{origin}Look at the data and the loss of these steps."
         return f"{seen}{scale}Parameters are as before the run of skips. {why}"
 
     def _forget(self) -> None:

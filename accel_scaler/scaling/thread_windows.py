@@ -101,7 +101,7 @@ class ThreadWindows:
             left_s = max(end - time.monotonic(), 0.0)
             if window is not self.bound and not done.wait(left_s):
                 raise OrderError(
-                    f"waited {WAIT_LIMIT_S:g} s for a job bound to window {window.index}. Run "
+                    f"waited {WAIT_LIMIT_S:g} s for a job bound to step {window.index}. Run "
                     "every job that GradScaler.bind() returns, or drop it."
                 )
 
@@ -111,5 +111,5 @@ class ThreadWindows:
         if self.bound is not None or (owner is not None and owner != threading.get_ident()):
             raise OrderError(
                 f"{call}() was called on thread {threading.current_thread().name!r}; call it on "
-                "the thread that called scale() for this window."
+                "the thread that called scale() for this step."
             )

@@ -24,7 +24,7 @@ from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
 
-UNSCALED = "sat out the window before with gradients in it, which are unscaled"
+UNSCALED = "sat out the step before with gradients in it, which are unscaled"
 """A value of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
 
 
@@ -197,8 +197,8 @@ class OptimizerRecord(dict[str, Any]):
         if self._is_returned_changed(some):
             raise OrderError(
                 f"the gradients of {name} were changed after they were clipped, while they still "
-                "are scaled for float32 masters, so the change would be scaled too. Change them "
-                "before clip_grad_norm_, with what is added multiplied by "
+                "are scaled for float32 copies (masters), so the change would be scaled too. "
+                "Change them before clip_grad_norm_, with what is added multiplied by "
                 "accelerator.scaler.get_scale(); or load the model in float32. Zero the gradients "
                 "to go on."
             )

@@ -66,7 +66,7 @@ def compare(row: str, got: Seen, expected: Seen) -> Result:
         names = [name for name, *both in zip(Window._fields, *pair, strict=True) if ne(*both)]
         if names:
             told = [", ".join(f"{name} {getattr(each, name)}" for name in names) for each in pair]
-            return Result(row, "failed", f"window {at}: {told[0]}", f"window {at}: {told[1]}")
+            return Result(row, "failed", f"step {at}: {told[0]}", f"step {at}: {told[1]}")
     for name in ("weights", "state"):
         mine, plain = getattr(got, name), getattr(expected, name)
         if not mine.equal(plain):

@@ -73,7 +73,7 @@ def ending(run: Diagnosis) -> Finding | None:
     """How the last session of a file ended; None for a proper end."""
     if not run.sessions:
         return None
-    session, at = run.sessions[-1], "before its first window closed"
+    session, at = run.sessions[-1], "before its first step ended"
     if session.last_step >= 0:
         at = f"after {run.place(session.first_x + session.last_step)}"
     if session.error is not None:
@@ -93,7 +93,7 @@ def streak(run: Diagnosis) -> Finding | None:
     is_nothing = run.windows == run.skips > 0 and not run.healed
     if not run.is_stuck and not is_nothing:
         return None
-    which = "All windows" if run.windows == run.streak else f"The last {run.streak:,} windows"
+    which = "All steps" if run.windows == run.streak else f"The last {run.streak:,} steps"
     if _is_search(run):
         scale = number(run.last_scale)
         title = f"{which} overflowed while the scale was searched for, down to {scale}."
@@ -107,7 +107,7 @@ def cause_of_skips(run: Diagnosis) -> str:
         return f"Train for longer, or begin there: {as_set(run, 'init_scale', run.last_scale)}."
     if run.last_kind == "spike":
         limit, norms = run.settings.get("skip_norm_above"), run.last_norms
-        data = "Look at the data of these windows, or raise skip_norm_above."
+        data = "Look at the data of these steps, or raise skip_norm_above."
         if limit is None or not norms:
             return f"The gradient norm is a spike. {data}"
         middle, given = median(norms), as_set(run, "skip_norm_above", limit)
@@ -233,7 +233,7 @@ def rise(run: Diagnosis) -> Finding | None:
 def _windows_of(run: Diagnosis, span: Span) -> str:
     """``3 windows (step 4 to step 9)``."""
     last = f" to {run.place(span.last_x)}" if span.count > 1 else ""
-    return f"{counted(span.count, 'window')} ({run.place(span.first_x)}{last})"
+    return f"{counted(span.count, 'step')} ({run.place(span.first_x)}{last})"
 
 
 def overflow(run: Diagnosis) -> Finding | None:
@@ -259,10 +259,10 @@ def overflow(run: Diagnosis) -> Finding | None:
 def skips(run: Diagnosis) -> Finding:
     """How many windows were skipped, and when: the finding that every run has."""
     if not run.windows:
-        return Finding("note", "No window closed.")
-    counts, again = f"{run.windows:,} window{'s' * (run.windows != 1)}", ""
+        return Finding("note", "There were no steps.")
+    counts, again = f"{run.windows:,} step{'s' * (run.windows != 1)}", ""
     if run.retried:
-        again = f" {counted(run.retried, 'window')} overflowed and ran again, in "
+        again = f" {counted(run.retried, 'step')} overflowed and ran again, in "
         again += f"{run.retry_seconds:.3g} s; batches lost: {run.skips:,}."
     if not run.skips:
         return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.{again}")
@@ -278,6 +278,6 @@ def skips(run: Diagnosis) -> Finding:
     title = f"{counts}, {run.skips:,} skipped ({percent(run.skips, run.windows)}): {parts}.{again}"
     if later > MANY_SKIPPED * run.windows:
         lost = "After the search " * run.is_scaled + percent(later, run.windows)
-        return Finding("warn", title, f"{lost} of the windows trained nothing.")
+        return Finding("warn", title, f"{lost} of the steps trained nothing.")
     is_odd = later > run.kinds["growth"] or run.skips == run.windows or overflow(run)
     return Finding("note" if is_odd else "good", title)

@@ -80,7 +80,7 @@ class History:
     def summary(self) -> str:
         """A few lines of text: verdict, scale, largest norm, the last overflow."""
         if not self.records:
-            return "\n".join(("scaler: no window has closed yet", *self._before.mistakes))
+            return "\n".join(("scaler: no step has ended yet", *self._before.mistakes))
         run, names = self.diagnosis(), self.last_overflow()
         norm = run.highest and run.highest[0]
         scale = f"scale: {number(run.first_scale)} at first, {number(run.last_scale)} now"

@@ -160,7 +160,7 @@ def test_a_spike_in_a_sparse_gradient_is_skipped() -> None:
 
 
 def test_too_many_skips_end_the_run_in_every_precision() -> None:
-    with pytest.raises(OverflowStreakError, match="2 windows in a row were skipped") as caught:
+    with pytest.raises(OverflowStreakError, match="2 steps in a row were skipped") as caught:
         train("bf16", {"max_consecutive_skips": 1}, factors={2: NAN, 4: NAN, 5: NAN})
     assert "Step 4: loss (float32), micro-batch 0: contains NaN" in str(caught.value)
     assert "scale" not in str(caught.value)

@@ -289,5 +289,5 @@ def test_a_model_that_the_loop_compiled_is_not_said_to_be_past_cure(
     with caplog.at_level(logging.WARNING):
         _, records = train(net, 4, heal=True)
     assert [r.skipped for r in records] == [True] * 4
-    assert "running the window again" in caplog.text
+    assert "running the step again" in caplog.text
     assert "heal: no module" not in caplog.text

@@ -80,14 +80,14 @@ def test_a_run_of_skips_ends_after_a_last_record(
     found, end, text = windows_of(path), lines_of(path)[-1], str(caught.value)
     assert [line["skipped"] for line in found] == [False] + [True] * 7
     assert end["error"] == f"OverflowStreakError: {text}"
-    assert "7 windows in a row were skipped, max_consecutive_skips=6 allows 6" in text
+    assert "7 steps in a row were skipped, max_consecutive_skips=6 allows 6" in text
     assert "The scale is now 32. " in text
     # Those that a check comes across, most often seen first.
     named = re.search(r"Non-finite gradients in: ([^.]+\.[a-z, ]+[^:]*?)\. The scale", text)
     assert named is not None
     assert set(named[1].split(", ")) <= {name for name, _ in plain.named_parameters()}
     (warning,) = messages(caplog, "skipped in a row")
-    assert warning.startswith("2 windows skipped in a row; the run ends after 6 (max_c")
+    assert warning.startswith("2 steps skipped in a row; the run ends after 6 (max_c")
 
 
 def overflow_in_gradient(model: nn.Module, on: dict[str, bool]) -> None:

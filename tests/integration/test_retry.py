@@ -364,7 +364,7 @@ def test_the_scale_grows_where_there_is_room(
     assert [r.retries for r in records] == retries
     assert records[0].first_scale == (2.0**16 if retries[0] else None)
     again = sum(map(bool, retries))
-    assert (f"{again} window" in verdict and "batches lost: 0" in verdict) == bool(again)
+    assert (f"{again} step" in verdict and "batches lost: 0" in verdict) == bool(again)
 
 
 def looked_at(accelerator: Any, model: Any, number: int) -> list[float]:

@@ -117,7 +117,7 @@ def test_f11_a_run_of_skips_ends_with_the_name_of_the_module() -> None:
     accelerator = attach(cpu(), min_scale=128.0, max_consecutive_skips=20)
     overflow(accelerator, 20)
     assert accelerator.scaler.get_scale() == 128.0
-    with pytest.raises(OverflowStreakError, match=r"21 windows in a row.*: forward of Linear, "):
+    with pytest.raises(OverflowStreakError, match=r"21 steps in a row.*: forward of Linear, "):
         overflow(accelerator, 1)
 
 

@@ -259,7 +259,7 @@ def test_gradients_of_an_optimizer_that_sat_out_after_a_clip_are_refused(
     ours[0].zero_grad()
     scaler.scale(params[0].sum() + params[1].sum()).backward()
     ours[0].step()
-    with pytest.raises(OrderError, match="sat out the window before"):
+    with pytest.raises(OrderError, match="sat out the step before"):
         ours[1].step()
     if zeroed == "after that":
         scaler.abandon_window()

@@ -108,7 +108,7 @@ def test_a_terminal_gets_no_control_characters_of_a_file(
         assert cli.main(["report", str(file), *argv]) == 0
     out, err = capsys.readouterr()
     assert out.strip()
-    assert "no windows in this file" in err
+    assert "no steps in this file" in err
     assert not MEAN.search(out.replace("\n", "") + err.replace("\n", ""))
 
 

@@ -123,11 +123,11 @@ def test_a_warning_has_a_sender_where_a_script_configures_no_logging(
     ours, others = logging.getLogger("accel_scaler"), logging.getLogger("of_a_script")
     for logger in (ours, others):
         logger.info("no one asked for this")
-        logger.warning("window %d overflowed", 2)
-    assert capsys.readouterr().err == "accel_scaler: window 2 overflowed\nwindow 2 overflowed\n"
+        logger.warning("step %d overflowed", 2)
+    assert capsys.readouterr().err == "accel_scaler: step 2 overflowed\nstep 2 overflowed\n"
     for configured in (ours, logging.root):  # by the script: that handler prints, no other
         handler = logging.StreamHandler(sys.stderr)
         configured.addHandler(handler)
-        ours.warning("window 3 overflowed")
+        ours.warning("step 3 overflowed")
         configured.removeHandler(handler)
-        assert capsys.readouterr().err == "window 3 overflowed\n"
+        assert capsys.readouterr().err == "step 3 overflowed\n"

@@ -222,10 +222,17 @@
     const series = [{}];
     const columns = [run.x];
     const bands = [];
+    // A line goes on over bins without a number (undefined), and stops at inf and NaN (null).
     const addLine = (y, line, options) => {
       const paths = line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
-      series.push({ spanGaps: true, paths, points: { show: false }, ...options });
-      columns.push(y);
+      series.push({ paths, points: { show: false }, ...options });
+      columns.push(y.map((value, bin) => value ?? (line.gaps.includes(bin) ? null : undefined)));
+    };
+    // Numbers that no line reaches are points.
+    const alone = (line) => {
+      const known = line.y.flatMap((y, bin) => (y !== null || line.gaps.includes(bin) ? [bin] : []));
+      const isEnd = (at) => (line.y[known[at]] ?? null) === null;
+      return known.filter((bin, at) => !isEnd(at) && isEnd(at - 1) && isEnd(at + 1));
     };
     for (const line of chart.lines) {
       const stroke = () => hue(line.hue);
@@ -239,7 +246,9 @@
       }
       const dash = line.style === "dashed" ? [5, 4] : undefined;
       const isShort = line.y.filter((y) => y !== null).length < 3;
-      addLine(line.y, line, { stroke, dash, width: 1.75, points: { show: isShort, size: 6 } });
+      const filter = (u, index, show) => (show ? null : alone(line));
+      const points = { show: isShort, size: 6, filter };
+      addLine(line.y, line, { stroke, dash, width: 1.75, points });
     }
     const scale = chart.scale;
     const distribution = { distr: scale === "linear" ? 1 : 3, log: scale === "log2" ? 2 : 10 };

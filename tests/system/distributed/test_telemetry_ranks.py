@@ -124,10 +124,10 @@ def test_what_rank_1_saw_rank_0_says_in_log_and_report(
 
     on_two_ranks(body, tmp_path)
     first, other = ((tmp_path / f"rank{rank}.txt").read_text() for rank in range(RANKS))
-    (said,) = [line for line in first.splitlines() if "With a problem: 10 windows, " in line]
-    assert f"1 window (step {OVERFLOW})" in said
+    (said,) = [line for line in first.splitlines() if "With a problem: 10 steps, " in line]
+    assert f"1 step (step {OVERFLOW})" in said
     assert "With a problem" not in other
-    where = [line for line in (first + other).splitlines() if f"window {OVERFLOW} over" in line]
+    where = [line for line in (first + other).splitlines() if f"step {OVERFLOW} over" in line]
     assert len(where) == (find == "replay")
     if where:
         run = read_run(tmp_path / "run.jsonl")

@@ -75,7 +75,7 @@ def test_an_unchanged_script_trains_attached_and_sees_no_difference(folder: Path
     assert status == 3
     assert err.splitlines()[-2:] == [
         # Of the script's Accelerator; that in the process that it spawns has no window.
-        "accel-scaler: 6 windows, 1 skipped",
+        "accel-scaler: 6 steps, 1 skipped",
         "accel-scaler: launched_script.py ended with status 3",
     ]
     assert "Traceback" not in err
@@ -198,7 +198,7 @@ def test_a_trainer_is_attached_as_a_whole(folder: Path, monkeypatch: pytest.Monk
     command = [*OURS, "--config_file", "with.yaml", "launched_trainer.py"]
     code, (found,), err = run(command, folder, **VARIABLE)
     assert code == 0, err
-    assert re.search(r"^accel-scaler: \d+ windows, 1 skipped$", err, re.MULTILINE)
+    assert re.search(r"^accel-scaler: \d+ steps, 1 skipped$", err, re.MULTILINE)
     # ScaledTrainer ends train() with a fence; its accelerator alone would not.
     assert "ScaledTrainer" in found["class"]
     assert found["accelerator"] == "ScaledAccelerator"

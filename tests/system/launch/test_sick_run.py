@@ -34,7 +34,7 @@ def run(folder: Path, *flags: str, ranks: int = 1) -> tuple[Any, list[str]]:
 
 
 def verdicts(lines: list[str]) -> list[str]:
-    return [line for line in lines if re.match("Nothing was trained|[0-9]+ windows,", line)]
+    return [line for line in lines if re.match("Nothing was trained|[0-9]+ steps,", line)]
 
 
 def by_hand() -> list[float]:
@@ -70,7 +70,7 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
         line for line in lines if line.startswith(f"step 6 overflowed: forward of {SICK}.wo ")
     ]
     (text,) = verdicts(lines)
-    assert text.startswith(f"Nothing was trained: {WINDOWS} windows, {WINDOWS} skipped")
+    assert text.startswith(f"Nothing was trained: {WINDOWS} steps, {WINDOWS} skipped")
     assert "data" not in text
     assert "shared.weight" not in text, "the embeddings are not the cause"
     command = re.search(r"Next: accel-scaler launch (\S+), all else as before", text)
@@ -80,7 +80,7 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     assert facts["skips"] == 0, "the window is made again"
     assert sum("micro-batch 0: input in [" in line for line in lines) == 1, "where: said once"
     (text,) = verdicts(lines)
-    assert text.startswith(f"{WINDOWS} windows, none skipped")
+    assert text.startswith(f"{WINDOWS} steps, none skipped")
     found = re.search(r"next time, pass (--fp32_modules \S+)\.$", text)
     assert found is not None
 

@@ -204,7 +204,7 @@ def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(
     assert attached < 2 * without
     assert guarded < 2 * without
     printed = capsys.readouterr().out
-    assert "60 windows, 1 skipped" in printed
+    assert "60 steps, 1 skipped" in printed
     assert "1 as spikes of the gradient norm" in printed
 
 
@@ -220,12 +220,16 @@ def test_an_average_ends_as_that_of_a_run_without_the_bad_batch(
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_an_optimizer_in_host_memory_halves_the_bytes_of_a_bf16_run(
-    recipe: Recipe, tmp_path: Path, weights: str
+    recipe: Recipe, tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses are those of the run that is not offloaded, bit for bit; with float32 weights they are
     stock's, too. A resumed run ends as the whole one did."""
     flags = ["--max_steps", 4, "--batch_size", 2, "--block_size", 16, "--weights", weights]
     first = json.loads(run(recipe("offload_bf16"), tmp_path, *flags))
+    beside_stock, without = capsys.readouterr().out.splitlines()[-2:]
+    said = "yes" if weights == "float32" else "no, as expected: stock rounds "
+    assert beside_stock.partition("bit for bit: ")[2].startswith(said)
+    assert without.endswith("bit for bit: yes")
     stock, beside, offload = first["stock"], first["not offloaded"], first["offload"]
     each = stock["parameters"]
     state, rest = (8, 8) if weights == "float32" else (12, 4)

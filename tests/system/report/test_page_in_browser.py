@@ -98,12 +98,16 @@ def rich(count: int = 200) -> list[Any]:
     return lines
 
 
-PAINTED = """name => {
+PAINTED = """given => {
+    const [name, share] = [given].flat();  // share: of the plot's width, for one column of it
     const canvas = document.querySelector(`#chart-${name} canvas`);
+    const over = document.querySelector(`#chart-${name} .u-over`);
+    const at = Math.round((over.offsetLeft + share * over.offsetWidth) * devicePixelRatio);
+    const [left, width] = share === undefined ? [0, canvas.width] : [at, 1];
     const copy = new OffscreenCanvas(canvas.width, canvas.height);
     const context = copy.getContext("2d", {willReadFrequently: true});
     context.drawImage(canvas, 0, 0);
-    const {data} = context.getImageData(0, 0, canvas.width, canvas.height);
+    const {data} = context.getImageData(left, 0, width, canvas.height);
     const colors = new Set();
     for (let i = 0; i < data.length; i += 4)
         if (data[i + 3] === 255) colors.add([data[i], data[i + 1], data[i + 2]].join());
@@ -202,6 +206,19 @@ def test_any_run_is_drawn(see: Any, lines: list[Any]) -> None:
     assert bool(charts) == (len(lines) > 1)
     for chart in charts:
         assert len(seen(PAINTED, chart)) > 1, chart
+
+
+def test_a_line_stops_at_nan_and_goes_on_over_what_was_not_measured(see: Any) -> None:
+    """Of eleven windows the losses of 3 to 7 are NaN but one, and each third has a headroom."""
+    windows: list[Any] = [t.window(s, loss=2.0) for s in range(11)]
+    for step in (3, 4, 6, 7):
+        windows[step]["loss"] = "nan"
+    for step in (0, 3, 6, 9):
+        windows[step]["largest_gradient"] = 900.0
+    seen, line = see([t.start(), *windows]), rgb("line-0", 0)
+    drawn = {x: line in seen(PAINTED, ["loss", x / 10]) for x in (1.5, 3.5, 4.5, 5, 5.5, 8.5)}
+    assert drawn == {1.5: True, 3.5: False, 4.5: False, 5: True, 5.5: False, 8.5: True}
+    assert all(line in seen(PAINTED, ["largest", x / 10]) for x in (0.5, 1.5, 4.5, 7.5))
 
 
 def test_a_hostile_file_runs_nothing(see: Any) -> None:

@@ -86,6 +86,6 @@ def test_submit_without_a_window_is_refused_and_takes_nothing() -> None:
         optimizer.submit(lambda: scaler.step(optimizer))
         scaler.update()
         w.grad = torch.ones(1)
-        with pytest.raises(OrderError, match="no window is open"):
+        with pytest.raises(OrderError, match="no loss was scaled"):
             optimizer.submit(lambda: scaler.step(optimizer))
         assert w.grad is not None

@@ -409,7 +409,7 @@ def test_detach_with_an_open_window() -> None:
     model, optimizer = prepared(accelerator)
     for end in (optimizer.step, accelerator.scaler.abandon_window):
         accelerator.backward(model(torch.ones(2, 8)).mean() / 16)
-        with pytest.raises(OrderError, match="window is open"):
+        with pytest.raises(OrderError, match="a step is under way"):
             detach(accelerator)
         assert type(accelerator) is ScaledAccelerator
         end()

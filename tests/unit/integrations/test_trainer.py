@@ -47,7 +47,7 @@ def test_attach_changes_the_two_classes_and_detach_leaves_nothing_behind(tmp_pat
     assert type(accelerator) is ScaledAccelerator
     assert isinstance(accelerator.scaler, GradScaler)
     accelerator.scaler.scale(torch.ones(1))
-    with pytest.raises(OrderError, match="a window is open"):
+    with pytest.raises(OrderError, match="a step is under way"):
         detach(trainer)
     assert type(trainer) is ScaledTrainer
     accelerator.scaler.abandon_window()

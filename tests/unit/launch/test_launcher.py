@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands import launch as commands
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -139,7 +140,7 @@ def test_help_shows_our_flags_with_their_texts(
         (["-x", "train.py"], "unknown flag -x. See --help"),
         (["--step_mode", "overlapp", "train.py"], "step_mode: got 'overlapp', expected 'sync'"),
         (["--num_processes", "two", "train.py"], "--num_processes/--num-processes: invalid int"),
-        (["--cpu"], "training_script"),
+        (["--cpu"], "no script is given; usage: accel-scaler launch [flags] script.py"),
     ],
 )  # fmt: skip
 def test_a_wrong_flag_is_refused_in_one_line(started: Started, argv: list[str], part: str) -> None:
@@ -180,6 +181,8 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table.splitlines()}
     expected = {name: f"{written(spec.default)} default" for name, spec in FIELDS.items()}
     assert rows == expected | {
+        "mixed_precision": "fp16 Accelerate",
+        "num_processes": "1 Accelerate",
         "hysteresis": "3 config.yaml",
         "find_overflow": "off config.yaml",
         "min_scale": "4 environment",
@@ -198,6 +201,46 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
     assert [line.split()[:2] for line in again[0].splitlines()] == [
         line.split()[:2] for line in table.splitlines()
     ]
+
+
+def test_a_dry_run_without_a_scale_leaves_out_its_settings(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--dry_run", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16"]
+    assert main([*argv, "--min_scale", "4", "train.py"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table}
+    assert rows["mixed_precision"] == "bf16 Accelerate"
+    assert rows["num_processes"] == "2 Accelerate"
+    assert rows["min_scale"] == "4 command line; fp16 only"
+    assert {"init_scale", "enabled", "heal", "growth_headroom"}.isdisjoint(rows)
+    assert {"offload", "skip_nonfinite", "fp32_modules"} <= rows.keys()
+
+
+MULTI_CPU = "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\nnum_processes: 2\n"
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["launch", "dry_run"])
+def test_one_process_in_place_of_several_is_said(
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dry: list[str],
+) -> None:
+    """Accelerate itself takes its launcher of one process there."""
+    Path("cpus.yaml").write_text(f"{MULTI_CPU}mixed_precision: bf16\n")
+    argv, calls = ["--config_file", "cpus.yaml", "train.py"], []
+    monkeypatch.setattr(commands, "simple_launcher", calls.append)
+    commands.launch_command(launch_command_parser().parse_args(argv))
+    assert len(calls) == 1
+    assert main([*dry, "--config_file", "cpus.yaml", "train.py"]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("accel-scaler: warning: num_processes is 2, but Accelerate starts one")
+    assert "--multi_gpu" in first
+    assert "ACCELERATE_USE_CPU=true" in first
+    assert main([*dry, "--config_file", "cpus.yaml", "--num_processes", "1", "train.py"]) == 0
+    assert main([*dry, "--config_file", "cpus.yaml", "--multi_gpu", "train.py"]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

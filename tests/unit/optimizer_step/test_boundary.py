@@ -77,7 +77,7 @@ def test_a_warning_names_an_optimizer_that_never_has_a_gradient(
             each.zero_grad()
         found = [text for text in caplog.messages if "never had a gradient" in text]
         assert len(found) == (step >= 9)
-    assert found[0].startswith("SGD was due to step in 10 windows")
+    assert found[0].startswith("SGD was due in 10 steps")
     assert (model.moved, turn.moved) == (30.0, 1.0)
 
 

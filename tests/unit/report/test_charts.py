@@ -52,9 +52,10 @@ def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -
     loss = chart("loss", read(tmp_path, lines))
     (line,) = loss.lines
     assert line.y == [3.0, -1.5, None, 0.0, None, 2.0, None]
+    assert (loss.scale, line.gaps) == ("linear", [2, 6])
     assert (line.low, line.high) == ([], [])
     marks = {each.edge: (each.label, each.bins) for each in loss.marks}
-    assert marks == {"bottom": ("2 skipped windows", [1, 4]), "top": ("inf or NaN", [2, 6])}
+    assert marks == {"bottom": ("2 skipped steps", [1, 4]), "top": ("inf or NaN", [2, 6])}
 
 
 def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path: Path) -> None:
@@ -64,13 +65,33 @@ def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path
     lines[2] |= spike
     run = read(tmp_path, [*lines, t.window(2, 1.0, loss=0.5) | nan, t.window(3, 1.0, loss=0.25)])
     marks = {name: {m.label: m.bins for m in chart(name, run).marks} for name in ("loss", "norm")}
-    assert marks["loss"] == {"2 skipped windows": [1, 2], "1 skipped spike": [1]}
+    assert marks["loss"] == {"2 skipped steps": [1, 2], "1 skipped spike": [1]}
     assert marks["norm"] == {"inf or NaN": [2], "1 skipped spike": [1]}
     assert {each.name for each in charts(run)} == {"loss", "norm", "lr", "time"}
     page = html_page(run)
     assert "1 spikes" in page
     for word in ("fp16", "float16", "oss scal", "growth"):
         assert word not in page.split("<h2>Settings")[0], word
+
+
+def test_the_axis_of_a_loss_is_logarithmic_where_a_linear_one_would_flatten_it(
+    tmp_path: Path,
+) -> None:
+    for losses, scale in (
+        ([3.0, 2.0, 1e6, 1.5], "log"),  # a spike
+        ([3.0, 2.0, "inf", 1.5], "linear"),
+        ([3.0, 0.0, 1e6, 1.5], "linear"),  # 0 has no place on a logarithmic axis
+        ([10.0, 5.0, 2.0, 1.0], "linear"),
+    ):
+        run = read(tmp_path, windows(4, loss=losses.__getitem__))
+        assert chart("loss", run).scale == scale, losses
+
+
+def test_an_update_that_is_awaited_is_drawn_once(tmp_path: Path) -> None:
+    times = {"optimizer_us": lambda s: 30_000, "waited_us": lambda s: 30_000}
+    time = chart("time", read(tmp_path, windows(3, **times)))
+    assert [line.label for line in time.lines] == ["whole step (ms)", "optimizer's update (ms)"]
+    assert "hidden" not in time.caption
 
 
 def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_path: Path) -> None:
@@ -80,17 +101,17 @@ def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_pat
     lines[5] |= {"retries": 16, "first_scale": 65536.0, "retry_us": 500_000} | {"skipped": True}
     run = read(tmp_path, lines)
     marks = {each.label: each.bins for each in chart("scale", run).marks}
-    assert marks == {"1 skipped window": [4], "2 windows run again": [0, 3]}
+    assert marks == {"1 skipped step": [4], "2 steps run again": [0, 3]}
     (again,) = [each for each in key_numbers(run) if "again" in each.name]
     assert (again.value, again.more[:4]) == ("2", "1 s;")
-    assert "2 windows overflowed and ran again, in 1 s; batches lost: 1." in skips(run).title
+    assert "2 steps overflowed and ran again, in 1 s; batches lost: 1." in skips(run).title
 
 
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:
     count = 3000
     run = read(tmp_path, windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2)))
     assert run.bins.width == 4
-    assert "A point is the mean of 4 windows" in html_page(run)
+    assert "A point is the mean of 4 steps" in html_page(run)
     raw = chart("loss", run).lines[0]
     assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, 4)]
     assert (raw.low, raw.high) == ([*range(0, count, 4)], [*range(3, count, 4)])

@@ -80,7 +80,7 @@ def test_the_page_holds_all_and_needs_nothing_but_itself(tmp_path: Path) -> None
     assert call(bad_run(tmp_path / "run.jsonl"), "-o", out) == 0
     text = out.read_text("utf-8")
     page = Page(text)
-    assert "5 windows (step 200 to step 205)" in page.text
+    assert "5 steps (step 200 to step 205)" in page.text
     assert "step 203: Boom." in page.text.replace("Step", "step")
     assert "['transformer.h.3.mlp.c_fc']" in page.text
     assert {"2.13.0", "overlap"} <= set(page.cells)
@@ -144,9 +144,9 @@ def test_an_empty_file_makes_a_report_that_says_so(
     path, out = tmp_path / "empty.jsonl", tmp_path / "report.html"
     path.touch()
     assert call(path, "-o", out) == call(path, "--text") == 0
-    assert capsys.readouterr().err == "empty.jsonl: no windows in this file.\n" * 2
+    assert capsys.readouterr().err == "empty.jsonl: no steps in this file.\n" * 2
     page = Page(out.read_text("utf-8"))
-    assert "No window closed." in page.text
+    assert "There were no steps." in page.text
     assert page.drawn == []
 
 

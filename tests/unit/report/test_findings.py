@@ -98,8 +98,8 @@ def test_how_it_ended(tmp_path: Path) -> None:
     assert failed.title.endswith("step 39: StepError: x.")
     short = [*t.story(5, lambda *_: False)[:-1], t.end(5, "StepError: x")]
     assert "ending" not in found(tmp_path, [*short, *lines])
-    assert find(read(tmp_path, []))[0].title == "No window closed."
-    assert "no window closed" in in_words(read(tmp_path, [t.start()]))
+    assert find(read(tmp_path, []))[0].title == "There were no steps."
+    assert "there were no steps" in in_words(read(tmp_path, [t.start()]))
 
 
 @pytest.mark.parametrize(("waited", "is_told"), [(36_000, True), (12_000, False)])

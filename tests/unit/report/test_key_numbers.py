@@ -23,11 +23,11 @@ def test_each_has_its_number(tmp_path: Path) -> None:
         if line["kind"] == "window":
             line["loss"] = 5.0 - line["step"] / 1000
     assert tiles(tmp_path, lines) == {
-        "windows": ("1,200", ""),
-        "skipped": ("3", "0.2 %: 1 searching, 2 after growth"),
+        "steps": ("1,200", ""),
+        "skipped": ("3", "0.2 % of all: 1 searching, 2 after growth"),
         "last loss": ("3.801", "4.999 at first, lowest 3.801"),
         "scale": ("32768", "65536 at first, lowest 32768 (step 0)"),
-        "windows a second": ("10", "2 min in all"),
+        "steps a second": ("10", "after the first step; 2 min in all"),
         "optimizer hidden": ("93.3 %", "of 30 ms an update"),
     }
 
@@ -37,20 +37,29 @@ def test_what_a_run_lacks_is_a_dash_and_says_why(tmp_path: Path) -> None:
     assert bare["last loss"] == (NONE, "not recorded")
     assert "scale" not in bare  # nothing is scaled in bf16
     assert bare["largest finite norm"] == ("1.25", "step 0")
-    assert bare["windows a second"] == (NONE, "")
+    assert bare["steps a second"] == (NONE, "")
     assert bare["optimizer hidden"] == (NONE, "no times in the file")
     empty = tiles(tmp_path, [t.start()])
     assert set(empty) - set(bare) == {"scale"}
-    assert empty["windows"] == ("0", "")
-    assert empty["skipped"] == ("0", "0 %")
+    assert empty["steps"] == ("0", "")
+    assert empty["skipped"] == ("0", "0 % of all")
 
 
 def test_sessions_are_added_up_and_a_loss_that_is_no_number_is_shown(tmp_path: Path) -> None:
     lines = [*t.story(30, lambda *_: False), *t.story(20, lambda *_: False)]
     lines[-2]["loss"] = "nan"
     found = tiles(tmp_path, lines)
-    assert found["windows"] == ("50", "in 2 sessions")
+    assert found["steps"] == ("50", "in 2 sessions")
     assert found["last loss"] == ("nan", "")
+    speed = "after the first step of the last session; 5 s in all"
+    assert found["steps a second"] == ("10", speed)
+
+
+def test_an_update_that_is_awaited_is_a_time_and_not_a_share(tmp_path: Path) -> None:
+    times = {"optimizer_us": 30_000, "waited_us": 30_000}
+    found = tiles(tmp_path, [t.start(), *(t.window(s, **times) for s in range(3))])
+    assert found["optimizer's update"] == ("30 ms", "on average")
+    assert "optimizer hidden" not in found
 
 
 def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_sessions_that_trained_nothing_say_nothing_of_their_cure(tmp_path: Path)
     broken = '{"kind":"window","step":40,"ti'
     cured = t.story(30, lambda *_: False)
     run = read(tmp_path, [*sick, broken, *sick, t.start(), t.end(), *cured])
-    assert verdict(run) == "30 windows, none skipped."
+    assert verdict(run) == "30 steps, none skipped."
     assert (run.windows, run.last_x, run.place(3), len(run.sessions)) == (30, 29, "step 3", 1)
     assert (run.lines, run.broken) == (2 * len(sick) + 3 + len(cured), 1)
     (note,) = [finding.title for finding in find(run) if "Left out" in finding.title]

@@ -59,7 +59,7 @@ def test_a_run_with_a_limit_is_warned_of_at_a_third_and_ends_after_it(
     assert warned_at(streak, range(1, limit), caplog) == ([at] if at < limit else [])
     streak.check(limit, lambda: 1.0)
     assert streak.wants_names(limit)
-    with pytest.raises(OverflowStreakError, match=f"{limit + 1} windows in a row were skipped"):
+    with pytest.raises(OverflowStreakError, match=f"{limit + 1} steps in a row were skipped"):
         streak.check(limit + 1, lambda: 1.0)
 
 
@@ -74,13 +74,13 @@ def test_the_error_has_names_scale_and_origin_and_the_next_run_starts_over() -> 
     streak.names.update(f"layer{i}" for i in range(MAX_NAMES + 2))
     streak.names.update(["layer3"])
     text = error_of(streak)
-    assert "2 windows in a row were skipped, max_consecutive_skips=1 allows 1. " in text
+    assert "2 steps in a row were skipped, max_consecutive_skips=1 allows 1. " in text
     assert "layer3, layer0, layer1, layer2, layer4 and 2 more. The scale is now 0.125. " in text
-    assert text.endswith(" Look at the data and the loss of these windows.")
+    assert text.endswith(" Look at the data and the loss of these steps.")
     streak.names.update(["layer3"])
     streak.origin = "It began in layer4"  # names say less
     text = error_of(streak)
-    assert text.endswith("It began in layer4. Look at the data and the loss of these windows.")
+    assert text.endswith("It began in layer4. Look at the data and the loss of these steps.")
     assert "layer3" not in text
     streak.origin = "It began in layer4"
     text = error_of(streak, lambda: "Step 1: layer4. Next: heal.")

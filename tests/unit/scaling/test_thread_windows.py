@@ -150,7 +150,7 @@ def test_a_job_that_runs_too_long_or_never_is_an_error(monkeypatch: pytest.Monke
     scaler = GradScaler("cpu")
     backward(scaler, p)
     job = scaler.bind(lambda: scaler.get_backoff_factor(up_to_date=True), optimizer)
-    with pytest.raises(OrderError, match="bound to window 0"):
+    with pytest.raises(OrderError, match="bound to step 0"):
         scaler.get_backoff_factor(up_to_date=True)
     assert elsewhere(job) == 0.5, "it does not wait for itself"
     scaler.bind(lambda: None, optimizer)
@@ -181,5 +181,5 @@ def test_what_bind_needs() -> None:
     backward(scaler, p)
     scaler.step(optimizer)
     scaler.update()
-    with pytest.raises(OrderError, match="no window is open"):
+    with pytest.raises(OrderError, match="no loss was scaled"):
         scaler.bind(lambda: None, optimizer)

@@ -201,7 +201,7 @@ def test_the_history_and_the_file_find_the_same_and_the_right(name: str, tmp_pat
     text = verdict(run, is_file=True)
     assert text == verdict(history.diagnosis())
     starts = {
-        "stepped": f"{course.windows} windows, ",
+        "stepped": f"{course.windows} steps, ",
         "partly": "Stepped in part: ",
         "diverged": "Diverged: ",
     }
@@ -329,7 +329,7 @@ def test_a_remedy_keeps_what_is_in_force(settings: dict[str, Any], remedy: str) 
     for record in Course(40, lambda i, _: True, loss=unknown, first=first).records():
         of.add(record)
     text = verdict(of)
-    assert text.startswith("Nothing was trained: 40 windows, 40 skipped")
+    assert text.startswith("Nothing was trained: 40 steps, 40 skipped")
     assert text.endswith(remedy), "no step was taken at any learning rate"
 
 
@@ -344,40 +344,40 @@ def test_a_streak_at_the_end_counts_once_it_is_long_or_has_ended_the_run() -> No
     assert verdict(diagnosed(short)).startswith("Stepped in part: ")
     few = replace(STREAK, windows=42)
     ended = verdict(diagnosed(few, "OverflowStreakError: 2 in a row."), is_file=True)
-    assert ended.startswith("Did not train past step 39: 42 windows, 2 skipped")
+    assert ended.startswith("Did not train past step 39: 42 steps, 2 skipped")
     assert ended.endswith("step 41: OverflowStreakError: 2 in a row.")
     cut = verdict(diagnosed(few, "StepError: " + 300 * "x"), is_file=True)
     assert cut.endswith("StepError: " + 189 * "x" + "...")
     broken = verdict(diagnosed(few, "StepError: it broke"), is_file=True)
-    assert broken.startswith("42 windows, 2 skipped")
+    assert broken.startswith("42 steps, 2 skipped")
 
 
 def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
     course = Course(5, above(0), loss=unknown, first=seen("backward", "a", "B"))
     text = verdict(diagnosed(course))
-    assert text.startswith("Nothing was trained: 5 windows")
+    assert text.startswith("Nothing was trained: 5 steps")
     assert text.endswith("begin there: init_scale=2048.0.")
 
 
 def test_what_else_the_verdict_says() -> None:
     assert verdict(History().diagnosis()).startswith("Nothing was trained")
     silent = diagnosed(Course(loss=unknown))
-    assert verdict(silent) == "100 windows, none skipped."
+    assert verdict(silent) == "100 steps, none skipped."
     assert is_well(silent)
     skips = verdict(diagnosed(Course(420, above(8192), unknown, growth_interval=60)))
     searched = "3 while the scale was still being searched for"
     assert skips.endswith(f"(2.1 %): {searched}, 6 after the scale had grown."), skips
     plain = Course(7, scaled=False)
-    assert verdict(diagnosed(plain)).startswith("7 windows, none skipped. Loss: first 4, ")
+    assert verdict(diagnosed(plain)).startswith("7 steps, none skipped. Loss: first 4, ")
     bad = verdict(diagnosed(replace(plain, overflows=lambda i, _: i == 3, loss=unknown)))
-    assert bad.startswith("With a problem: 7 windows, none skipped.")
-    assert "1 window (step 3)" in bad
+    assert bad.startswith("With a problem: 7 steps, none skipped.")
+    assert "1 step (step 3)" in bad
     fell = Course(overflows=lambda i, _: 40 <= i < 46, loss=unknown)
-    assert "6 windows (step 40 to step 45)" in verdict(diagnosed(fell))
+    assert "6 steps (step 40 to step 45)" in verdict(diagnosed(fell))
     floor = verdict(diagnosed(replace(fell, min_scale=1024.0)))
     assert "min_scale = 1024 (step 45)" in floor
     partly = Course(overflows=lambda i, _: i >= 40 and i % 5 == 0, loss=unknown)
-    assert verdict(diagnosed(partly)).startswith("Stepped in part: 100 windows, 12 skipped")
+    assert verdict(diagnosed(partly)).startswith("Stepped in part: 100 steps, 12 skipped")
 
 
 def test_a_run_whose_loss_rose_has_diverged_and_says_from_where_to_where() -> None:
@@ -387,7 +387,7 @@ def test_a_run_whose_loss_rose_has_diverged_and_says_from_where_to_where() -> No
     assert finding is not None
     assert "learning rate" in finding.text
     counts, losses, *rest = verdict(of).split(". ")
-    assert counts == "Diverged: 12 windows, none skipped"
+    assert counts == "Diverged: 12 steps, none skipped"
     assert losses == "Loss: first 4, lowest 4, last 20000"
     assert ". ".join(rest) == f"{finding.title} {finding.text}"
     assert not is_well(of)
@@ -419,8 +419,8 @@ def test_what_another_rank_saw_in_its_forward_is_the_run_s() -> None:
     first = {**seen("forward", "a", "B"), "text": "it began (rank 1)"}
     course = Course(overflows=lambda i, _: i == 50, loss=lambda i: 2.0, first=first)
     text = verdict(diagnosed(course))
-    assert text.startswith("With a problem: 100 windows, 1 skipped")
-    assert "1 window (step 50)" in text
+    assert text.startswith("With a problem: 100 steps, 1 skipped")
+    assert "1 step (step 50)" in text
     assert "Step 50: it began (rank 1)." in text
 
 
@@ -431,9 +431,9 @@ def test_a_run_of_spikes_is_no_fault_of_a_module_and_searches_for_no_scale() -> 
         is_spike = index >= 15
         found.add(Record(index, 1.0, 1.0, skipped=is_spike, grad_norm=9.0, spike=is_spike))
     text = verdict(found)
-    assert text.startswith("Did not train past step 14: 40 windows, 25 skipped")
-    assert text.endswith("Look at the data of these windows, or raise skip_norm_above.")
-    assert skips(found).text == "62.5 % of the windows trained nothing."
+    assert text.startswith("Did not train past step 14: 40 steps, 25 skipped")
+    assert text.endswith("Look at the data of these steps, or raise skip_norm_above.")
+    assert skips(found).text == "62.5 % of the steps trained nothing."
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_a_spike_says_nothing_of_overflows_before_it() -> None:
         found.add(replace(record, spike=is_spike, found_inf=is_inf))
     finding = overflow(found)
     assert finding is not None
-    assert "2 windows (step 10 to step 20)" in finding.title
+    assert "2 steps (step 10 to step 20)" in finding.title
     assert "spike" not in finding.text
     assert "find_overflow='replay'" in finding.text
 
@@ -478,6 +478,6 @@ def test_healed_modules_are_the_line_for_the_config() -> None:
     records = Course(30, above(8192), loss=unknown).records()
     records[1] = replace(records[1], healed=("a.wo", "b.wo"))
     text = verdict(live(Course(), records).diagnosis())
-    assert text.startswith("30 windows, 3 skipped (10 %)")
+    assert text.startswith("30 steps, 3 skipped (10 %)")
     assert "a.wo (from step 1 on)" in text
     assert text.endswith("fp32_modules=['a.wo', 'b.wo'].")

@@ -55,13 +55,13 @@ def test_single_parameters_are_known_of_the_last_windows() -> None:
 
 def test_the_summary_says_what_happened() -> None:
     history = History()
-    assert history.summary() == "scaler: no window has closed yet"
+    assert history.summary() == "scaler: no step has ended yet"
     history.add(record(0, skipped=True, grad_norm=None, overflowed=("body.weight",)))
     assert "largest finite gradient norm: not taken" in history.summary()
     history.add(record(1, skipped=True, grad_norm=None, overflowed=("head.weight", "head.bias")))
     history.add(record(2, scale=4.0, grad_norm=1234.5678))
     assert history.summary().splitlines() == [
-        "3 windows, 2 skipped (66.7 %): 2 while the scale was still being searched for.",
+        "3 steps, 2 skipped (66.7 %): 2 while the scale was still being searched for.",
         "scale: 8 at first, 4 now",
         "largest finite gradient norm: 1235",
         "last overflow seen in: head.weight, head.bias",
@@ -74,6 +74,6 @@ def test_the_summary_of_a_run_without_a_scale_speaks_of_none() -> None:
     history.add(record(1, skipped=True, spike=True, grad_norm=90.0))
     history.add(record(2, grad_norm=2.0))
     first, *rest = history.summary().splitlines()
-    assert "3 windows, 2 skipped (66.7 %)" in first
+    assert "3 steps, 2 skipped (66.7 %)" in first
     assert "1 as spikes of the gradient norm" in first
     assert rest == ["largest finite gradient norm: 90", "last inf or NaN seen in: weight"]

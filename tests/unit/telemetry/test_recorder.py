@@ -113,7 +113,7 @@ def test_of_what_is_logged_evaluations_are_noted_and_no_tensor_is_read(tmp_path:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
 @pytest.mark.parametrize(
-    ("rate", "told"), [(0.0, "12 windows, none skipped. "), (0.75, "Diverged: 12 windows, ")]
+    ("rate", "told"), [(0.0, "12 steps, none skipped. "), (0.75, "Diverged: 12 steps, ")]
 )
 def test_on_a_cpu_the_loss_is_known_without_a_file(precision: str, rate: float, told: str) -> None:
     with attached(None, precision, accumulation=2) as accelerator:

@@ -11,7 +11,7 @@ peft casts adapters to float32, and each of them makes its own copy of the layer
 `autocast_adapter_dtype=False` (look for it) they stay in the model's 16 bits and share the input.
 Updated in place, they lose small updates to rounding; `master_weights="fp32"` lets the optimizer
 update float32 copies, the masters, instead. Three runs from the same adapters on the same batches.
-For each it prints the held-out loss, the norm of the adapters, how far they are from the float32
+For each it prints the held-out loss, the norm of the adapters, their distance from the float32
 run's, and the bytes that forward saves for backward; on a GPU also the peak of memory. docs/bf16.md
 says what to expect. The adapters with masters land in --output_dir.
 
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{run['saved_bytes'] / 1e6:.3f} MB{peak}"
         )
     equal = runs["float32"]["losses"] == runs["16 bits, masters"]["losses"]
-    print("distance: from the float32 adapters, as a share of the way that these went")
+    print("distance: from the float32 adapters, divided by the distance that these moved")
     print(f"losses with masters equal to those of float32, bit for bit: {'yes' if equal else 'no'}")
     result.write_text(json.dumps(runs, indent=2) + "\n")
 

@@ -66,6 +66,32 @@ def test_peft(tmp_path: Path) -> None:
     assert all(bool(p.any()) for name, p in ours[1].items() if "lora_B" in name)
 
 
+def test_adapters_in_bfloat16_with_masters_equal_adapters_in_float32(tmp_path: Path) -> None:
+    """docs/bf16.md: bit for bit under autocast, without accumulation; in place they do not."""
+    peft = pytest.importorskip("peft")
+    run_of = {**RUN, "gradient_accumulation_steps": 1, "max_steps": 8, "save_strategy": "no"}
+
+    def trained(in_float32: bool, **settings: Any) -> tuple[list[float], list[torch.Tensor]]:
+        reset()
+        set_seed(3)
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+        base = gpt2().to(torch.bfloat16)
+        model = peft.get_peft_model(base, config, autocast_adapter_dtype=in_float32)
+        args = arguments(tmp_path, **run_of, fp16=False, bf16=True)
+        trainer = attach(Trainer(model, args, train_dataset=examples(16)), **settings)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        adapters = [p.detach() for p in model.parameters() if p.requires_grad]
+        entries = trainer.optimizer.state_dict()["state"].values()
+        pairs = zip(entries, adapters, strict=True)
+        return losses, [entry.get("master", p).float() for entry, p in pairs]
+
+    float32 = trained(True)
+    assert len(float32[0]) == 8
+    assert same(float32, trained(False, master_weights="fp32"))
+    assert not same(float32[1], trained(False, master_weights="none")[1])
+
+
 def test_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl", minversion="1.0", reason="an older GRPOTrainer has other arguments")
     from datasets import Dataset

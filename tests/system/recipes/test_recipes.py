@@ -29,13 +29,14 @@ Recipe = Callable[[str], ModuleType]
 FEW = ["--max_steps", "2", "--max_eval_samples", "4"]
 SMALL = [*FEW, "--per_device_batch_size", "2", "--max_length", "16"]
 TINY = ["--per_device_batch_size", "2", "--block_size", "16", "--max_eval_samples", "4"]
-NEEDS = {"grpo_fp16": "trl", "lora_bf16_checkpoint": "peft"}
+NEEDS = {"grpo_fp16": "trl", "lora_16bit_adapters": "peft", "lora_bf16_checkpoint": "peft"}
 FLAGS = {
     "finetune_classifier": SMALL,
     "finetune_lm": [*FEW, *TINY, "--train_file", "text.txt", "--model_name_or_path", "tiny"],
     "fp16_weights": [*FEW, *TINY, "--train_file", "text.txt", "--no_comparison"],
     "gan": ["--max_steps", "2"],
     "grpo_fp16": ["--max_steps", "2", "--disable_tqdm", "true"],
+    "lora_16bit_adapters": [*FEW, *TINY, "--model_name_or_path", "tiny"],
     "lora_bf16_checkpoint": SMALL,
     "offload_bf16": ["--max_steps", "2", "--batch_size", "2", "--block_size", "16"],
     "trainer_swap": [*FEW, "--train_file", "text.txt", "--model_name_or_path", "tiny"],
@@ -84,6 +85,7 @@ BAD = [
     ("finetune_lm", ["--resume_from_checkpoint", "latest"], "no complete checkpoint"),
     ("fp16_weights", ["--resume_from_checkpoint", "."], "no optimizer.bin there"),
     ("offload_bf16", ["--resume"], "no checkpoint in out"),
+    ("lora_16bit_adapters", ["--model_name_or_path", "nowhere"], "--model_name_or_path nowhere"),
     ("trainer_swap", ["--model_name_or_path", "nowhere"], "--model_name_or_path nowhere"),
     ("gan", ["--data_dir", "nowhere"], "is not a directory"),
     ("find_overflow", ["--train_file", "nowhere.txt"], "no such file"),
@@ -193,6 +195,38 @@ def test_lora_adapters_in_float32_on_a_model_in_bf16(
     moved = [name for name, weight in merged.items() if not torch.equal(weight, stored[name])]
     assert "bert.encoder.layer.0.attention.self.query.weight" in moved
     assert not any("LayerNorm" in name or "embeddings" in name for name in moved)
+
+
+# --- lora_16bit_adapters --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_adapters_in_16_bits_with_masters_learn_as_adapters_in_float32(
+    recipe: Recipe, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit under autocast, and forward keeps less memory; updates in place lose bits."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(cpu_float16, "has_float16_kernels", HAS_KERNELS)
+    flags = ["--precision", precision, "--max_steps", 8, *TINY]
+    runs = json.loads(run(recipe("lora_16bit_adapters"), tmp_path, *flags))
+    float32, masters = runs["float32"], runs["16 bits, masters"]
+    adapters = 8 * 2 * (4 * (64 + 64) + 3 * (64 + 256))  # rank 8, two layers of seven products
+    assert [float32["masters"], masters["masters"]] == [0, adapters]
+    assert masters["losses"] == float32["losses"]
+    assert masters["held_out"] == float32["held_out"]
+    assert masters["distance"] == 0.0
+    # Where adapters are float32, each of q, k, v, gate and up makes a 16-bit copy of its input.
+    tokens, layers, width = 2 * 16, 2, 64
+    copies = layers * 5 * tokens * width * 2
+    assert float32["saved_bytes"] - masters["saved_bytes"] >= copies
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {each.dtype for each in saved.values()} == {kinds[precision]}
+    assert sum(each.numel() for each in saved.values()) == adapters
+    if precision == "bf16":
+        in_place = runs["16 bits, in place"]
+        assert in_place["saved_bytes"] == masters["saved_bytes"]
+        assert in_place["distance"] > 0.01
 
 
 def test_a_guarded_run_survives_a_poisoned_batch_and_a_spike(

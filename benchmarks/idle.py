@@ -4,15 +4,17 @@
     python benchmarks/idle.py        # on this machine's accelerator
 
 A GPT-2 of 124M float32 parameters, fused AdamW, a clip in each step. *waits* reads the outcome of
-the check before it prepares the update; *launches* is the package as it is. Variants run in turn in
-one process. On the simulated accelerator kernels take an eighth of an H200's speed and compute
-nothing, and the host's Python takes its real time.
+the check before it prepares the update; *launches* is the package as it is. *To launch* is the
+host's time from the end of its wait to the launch of the update, below 0 where it launches first.
+Variants run in turn in one process. On the simulated accelerator kernels take an eighth of an
+H200's speed and compute nothing, and the host's Python takes its real time.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,9 +27,28 @@ from offload import LENGTH, MACHINES, Model
 
 from accel_scaler import attach
 from accel_scaler.optimizer_step import overflow_check
+from accel_scaler.scaling import SentCheck
 
 VARIANTS = ("stock", "waits", "launches")
 WARM_UP = 3
+
+
+ENDS: dict[str, float] = {}
+"""When the last wait ended, and when the last update was launched: ``perf_counter`` in seconds."""
+
+
+def noting(function: Callable[..., Any], name: str, after: bool) -> Callable[..., Any]:
+    """``function``, which notes the time of its end (``after``) or of its begin."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            ENDS[name] = time.perf_counter()
+        result = function(*args, **kwargs)
+        if after:
+            ENDS[name] = time.perf_counter()
+        return result
+
+    return call
 
 
 def step_of(variant: str, device: str) -> Callable[[], None]:
@@ -72,8 +93,12 @@ def main() -> None:
         speeds = (machine.gbps, machine.gbps, machine.memory, machine.tflops)
         costs = {name: speed / machine.factor for name, speed in zip(names, speeds, strict=True)}
         module.set_cost(arithmetic=False, **costs)
+    overflow_check.check_norms = noting(overflow_check.check_norms, "wait", True)
+    SentCheck.read = noting(SentCheck.read, "wait", True)  # type: ignore[method-assign]
+    torch._fused_adamw_ = noting(torch._fused_adamw_, "launch", False)
     steps = {variant: step_of(variant, device.type) for variant in VARIANTS}
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    gaps: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for turn in range(WARM_UP + args.turns):
         for variant, step in steps.items():
             module.synchronize()
@@ -83,11 +108,18 @@ def main() -> None:
             module.synchronize()
             if turn >= WARM_UP:
                 times[variant].append((time.perf_counter() - start) / args.steps)
+                gaps[variant].append(ENDS["launch"] - ENDS.get("wait", math.nan))
+            ENDS.clear()
     stock = statistics.median(times["stock"])
     print(f"torch {torch.__version__}, {device.type}")
     for variant, values in times.items():
         median = statistics.median(values)
-        print(f"{variant:<10}{median * 1e3:>9.2f} ms{median / stock:>8.3f} of stock", flush=True)
+        gap = f"{statistics.median(gaps[variant]) * 1e3:>9.2f} ms to launch"
+        print(
+            f"{variant:<10}{median * 1e3:>9.2f} ms{median / stock:>8.3f} of stock"
+            f"{'' if variant == 'stock' else gap}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -59,8 +59,9 @@ def read_in_place(
         grad if grad is None else grad.clone() if own is None else own.data
         for grad, own in zip(grads, held, strict=True)
     ]
-    deferred.apply(_unscaled_in_place(pairs, copied))
-    if deferred.multiply is not None:  # on that thread, which autograd does not see
+    if deferred:
+        deferred.apply(_unscaled_in_place(pairs, copied))
+        # On that thread, which autograd does not see.
         torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
     return taken, held
 

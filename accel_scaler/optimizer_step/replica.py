@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse, repeat
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -524,6 +525,8 @@ def exact(key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def frozen(value: Any) -> Any:
     """A copy of hyperparameters, with new containers, and new tensors (a ``Parameter`` stays)."""
+    if type(value) in (float, int, bool, NoneType):  # nearly always
+        return value
 
     def copy_of(leaf: Any) -> Any:
         is_copied = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)

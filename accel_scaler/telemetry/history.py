@@ -62,7 +62,8 @@ class History:
         self.boundaries += 1
         if len(self.records) > KEPT_DETAILS:
             old = self.records[-KEPT_DETAILS - 1]
-            self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
+            if old.norms is not None:
+                self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
     def add_mistake(self, text: str) -> None:
         """Give the verdict a mistake of the script."""

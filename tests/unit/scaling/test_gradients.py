@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accel_scaler.scaling.gradients import (
     LARGE,
     NORM_BLOCK,
+    Gathered,
     check_norms,
     is_uniform,
     match_layout,
@@ -122,6 +123,21 @@ def test_uniform_gradients() -> None:
     assert not is_uniform([torch.ones(2), torch.ones(2, dtype=torch.float64)])
     assert not is_uniform([torch.ones(2), torch.ones(2).to_sparse()])
     assert not is_uniform([torch.ones(2, device="meta"), torch.ones(2)])
+
+
+def test_gradients_are_gathered_as_they_are_now() -> None:
+    given, none = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    given.grad = before = torch.ones(2)
+    gathered = Gathered([none, given])
+    assert len(gathered.params) == 1
+    assert gathered.params[0] is given
+    assert gathered.is_uniform(frozenset({torch.float32}))
+    assert gathered.holds([given.grad])
+    given.grad = torch.ones(2)
+    assert gathered.grads[0] is before
+    assert not gathered.holds([given.grad])
+    assert not gathered.holds([before, None])
+    assert not Gathered([none]).is_uniform(frozenset({torch.float32}))
 
 
 def test_match_layout_keeps_values_and_touches_no_matching_gradient() -> None:

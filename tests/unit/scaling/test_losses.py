@@ -26,6 +26,13 @@ def test_the_total_is_the_sum_of_all_that_were_scaled() -> None:
     assert noted(half, torch.tensor(0.25, dtype=torch.float64)).total() == 3.75
 
 
+def test_the_total_is_divided_as_accelerate_divides_each_loss() -> None:
+    losses = Losses()
+    for value in (1.5, 2.0, 4.0):
+        losses.note([torch.tensor(value)], 3)
+    assert losses.total() == 2.5
+
+
 @pytest.mark.parametrize(
     "odd", [torch.ones(3), torch.ones(()) * 1j, torch.empty(0)], ids=["vector", "complex", "empty"]
 )

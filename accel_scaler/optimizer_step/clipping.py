@@ -363,7 +363,8 @@ def _norm_of_meshes(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _multiply(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     grads = gradients_of(parameters)
-    if len({getattr(grad, "device_mesh", None) for grad in grads}) == 1:
+    is_one_mesh = len({getattr(grad, "device_mesh", None) for grad in grads}) == 1
+    if is_one_mesh and max_norm < inf:  # torch divides inf by inf
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
     coefficient = clip_coefficient(norm, max_norm)

@@ -357,7 +357,10 @@ def norm_of(grad: Tensor, norm_type: float, scratch: Tensor | None = None) -> Te
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``."""
+    """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``; 1 for
+    an infinite limit, also where the norm is past float32."""
+    if max_norm == math.inf:
+        return torch.clamp(total_norm, 1.0, 1.0)  # NaN stays NaN
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 

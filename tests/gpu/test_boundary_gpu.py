@@ -5,6 +5,7 @@ The reference waits for each check at once, as on a device without streams.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -226,7 +227,10 @@ BETWEEN = [nothing, *EDITS, drop, clip_values, clip_again, ask, edit_unseen, mov
 
 
 def run(
-    training: Training, before: Callable[[Training], None], between: Callable[[Training], None]
+    training: Training,
+    before: Callable[[Training], None],
+    between: Callable[[Training], None],
+    limit: float = 0.5,
 ) -> list[Any]:
     found: list[Any] = []
     for step in range(STEPS):
@@ -235,7 +239,7 @@ def run(
         try:
             if is_odd:
                 before(training)
-            norm = training.boundary.clipping.clip_norm(training.params, 0.5)
+            norm = training.boundary.clipping.clip_norm(training.params, limit)
             if is_odd:
                 between(training)
             found.append((float(norm), training.boundary.step(training.optimizer)))
@@ -264,6 +268,22 @@ def test_a_late_outcome_changes_no_number(
     monkeypatch.setattr(overflow_check, "can_send", lambda device: False)
     expected = run(Training(kind, dtype, scaled), before, between)
     assert str(found) == str(expected)  # NaN is equal to itself
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [FULL, LOW])
+def test_a_clip_that_only_returns_the_norm(
+    dtype: torch.dtype,
+    scaled: bool,
+    before: Callable[[Training], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``max_norm=inf``: of a norm past float32 its factor is no number."""
+    found = run(Training("adamw", dtype, scaled), before, nothing, math.inf)
+    monkeypatch.setattr(overflow_check, "can_send", lambda device: False)
+    assert str(found) == str(run(Training("adamw", dtype, scaled), before, nothing, math.inf))
+    assert "nan" not in str(found[1::2])
 
 
 @pytest.mark.parametrize("limit", [0.5, "1.5x"])

@@ -127,7 +127,7 @@ def test_what_rank_1_saw_rank_0_says_in_log_and_report(
     (said,) = [line for line in first.splitlines() if "With a problem: 10 steps, " in line]
     assert f"1 step (step {OVERFLOW})" in said
     assert "With a problem" not in other
-    where = [line for line in (first + other).splitlines() if f"step {OVERFLOW} over" in line]
+    where = [line for line in (first + other).splitlines() if f"step {OVERFLOW} skipped: " in line]
     assert len(where) == (find == "replay")
     if where:
         run = read_run(tmp_path / "run.jsonl")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import islice
-from math import inf
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class Clipping:
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
             unchecked = parts if is_checked and not checks_first else ()
-            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked)
+            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked, checks_first)
         for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total
@@ -176,10 +176,15 @@ class Clipping:
         self.scaler.window.grad_norms.add(norm)
 
     def _clip_unscaled(
-        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, parts: Parts = ()
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+        parts: Parts = (),
+        are_finite: bool = False,
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it. A
-        finite norm is the check of ``parts``, too."""
+        finite norm is the check of ``parts``, too. ``are_finite``: gradients were checked."""
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
@@ -193,7 +198,8 @@ class Clipping:
             self._check.check(owner, record)
         if not is_fine and any(record.found_inf for _, _, record in parts):
             return self._skip_all(parts)
-        _multiply(parameters, max_norm, norm)
+        if not (are_finite and max_norm == inf):  # torch divides a norm past float32 by it
+            _multiply(parameters, max_norm, norm)
         for owner, mine, record in parts:
             if not is_fine or norm_type <= 0:  # the product may have made NaN of them
                 self._check.forget(owner)
@@ -294,6 +300,11 @@ class Clipping:
                 self._note_check(parts, parameters, norms, max_norm)
                 if norms.total is None:
                     self._skip_all(parts)
+                if norms.total is None and are_edited and _is_past_float32(parameters):
+                    # Perhaps they were finite before the edit, too: they are not clipped, so no
+                    # other check may let them through.
+                    for _, _, record in parts:
+                        record.looked_at = None
                 return
             for _, _, record in parts:  # all are finite, but their norm is past float32
                 record.stage, record.looked_at, record.sent = OptState.READY, None, None
@@ -332,6 +343,12 @@ class Clipping:
             self._check.give_back(owner, record, () if record.deferred else params)
 
 
+def _is_past_float32(parameters: Sequence[Tensor]) -> bool:
+    """Whether all gradients are finite, and their norm is not. Synchronises."""
+    found = isfinite(float(total_norm(parameters, 2.0)))
+    return not found and next(find_nonfinite(gradients_of(parameters)), None) is None
+
+
 def _norms(
     parameters: Sequence[Tensor], norm_type: float, deferred: DeferredUnscale
 ) -> list[Tensor]:
@@ -363,8 +380,7 @@ def _norm_of_meshes(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _multiply(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     grads = gradients_of(parameters)
-    is_one_mesh = len({getattr(grad, "device_mesh", None) for grad in grads}) == 1
-    if is_one_mesh and max_norm < inf:  # torch divides inf by inf
+    if len({getattr(grad, "device_mesh", None) for grad in grads}) == 1:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
     coefficient = clip_coefficient(norm, max_norm)

@@ -71,7 +71,7 @@ def test_masters_are_refused(dtype: torch.dtype, settings: dict[str, Any]) -> No
     model = network(dtype)
     inner = KINDS["adamw8bit"](model.parameters())
     before = dict(vars(inner))
-    with pytest.raises(UnsupportedError, match=r"not among the optimizers of torch .*float32 copies"):
+    with pytest.raises(UnsupportedError, match=r"not among the optimizers .*float32 copies"):
         AsyncOptimizer(inner, model, scaler=GradScaler("cpu"), **settings)
     assert vars(inner) == before
 

@@ -140,6 +140,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's: in a window's last micro-batch only."""
         if self.gradient_state.sync_gradients:
             self.dropped.zero_grad(self.stepped_optimizer)
+            self._has_followed = False
             if not (set_to_none in (None, True) and drop_gradients(self.optimizer)):
                 super().zero_grad(set_to_none)
 

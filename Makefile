@@ -40,10 +40,11 @@ train: $(RECIPES)
 # These compare with a CPU's numbers, also where there is a GPU.
 ON_CPU = CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
 
-# One test file on each core, so one thread each. No process is started.
+# Tests on each core, so one thread each; a core that is done takes over the other's. No process is
+# started.
 test: $(STAMP)
 	$(ON_CPU) $(BIN)/python -m pytest -m "not gpu and not process" -n $(WORKERS) \
-		--dist loadfile --durations=15 $(TESTS) $(ARGS)
+		--dist worksteal --durations=15 $(TESTS) $(ARGS)
 
 # Everything; then the kernels once more, over all threads.
 test-all: $(STAMP)

@@ -42,6 +42,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
 from ..models import is_transformed, untraced
+from ..scaling import parameters_of
 from .compile_session import is_in_compiled_call
 
 _lock = threading.RLock()
@@ -53,6 +54,7 @@ its :class:`ParameterHold`."""
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 _grad_of = attrgetter("grad")
+_GRAD: Any = Tensor.grad
 _CLASS: Any = object.__dict__["__class__"]
 """Reads and sets the real class, whatever the class says of itself."""
 
@@ -165,7 +167,7 @@ class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
     """An ``nn.Parameter`` whose update may still be running on the optimizer thread."""
 
     locals().update(_body_of(Tensor, nn.Parameter))
-    grad = _passive(Tensor.grad)  # by way of ``__torch_function__`` it takes four times as long
+    grad = _passive(_GRAD)  # by way of ``__torch_function__`` it takes four times as long
 
 
 class PendingGradient(Tensor, metaclass=_PendingMeta):
@@ -320,14 +322,14 @@ def is_held(grad: Any) -> bool:
 
 
 def drop_gradients(optimizer: Optimizer) -> bool:
-    """Do what ``zero_grad(set_to_none=True)`` does; False: the optimizer's is not torch's own, and
-    nothing was done."""
+    """Do what ``zero_grad(set_to_none=True)`` does; False: the optimizer's is not torch's own, or a
+    profiler labels it, and nothing was done."""
     own: Any = getattr(optimizer.zero_grad, "__func__", None)
-    if own is not Optimizer.zero_grad:
+    if own is not Optimizer.zero_grad or torch.autograd.profiler._is_profiler_enabled:
         return False
     # It touches no element: pending tensors need not be asked, one by one.
     with torch._C.DisableTorchFunctionSubclass():
-        optimizer.zero_grad(set_to_none=True)
+        _consume(map(_GRAD.__set__, parameters_of(optimizer), repeat(None)))
     return True
 
 

@@ -46,8 +46,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     _attachment: Attachment
     _stepper: ReplicaStepper | None = None
-    _has_followed = False
-    """:meth:`follow_parameters` was called in this window."""
 
     def join(self, attachment: Attachment, stepper: ReplicaStepper | None) -> None:
         """Step through the attachment's boundary from now on, with ``stepper`` if need be."""
@@ -68,7 +66,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         stepper = self._stepper
         attachment.optimizers.discard(self)
         attachment.scaler.release(self.stepped_optimizer)
-        for name in ("_attachment", "_stepper", "_has_followed", "dropped"):
+        for name in ("_attachment", "_stepper", "dropped"):
             self.__dict__.pop(name, None)
         try:
             if stepper is not None:
@@ -116,7 +114,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Step through masters from now on if a trained parameter needs one. ``frozen_too``: or a
         frozen one, since masters are about to be loaded."""
         attachment, inner = self._attachment, self.stepped_optimizer
-        self._has_followed = True
         if inner in replaced:
             return
         if _needs_replica(inner, attachment.config, attachment.device, frozen_too):
@@ -140,7 +137,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """As Accelerate's: in a window's last micro-batch only."""
         if self.gradient_state.sync_gradients:
             self.dropped.zero_grad(self.stepped_optimizer)
-            self._has_followed = False
             if not (set_to_none in (None, True) and drop_gradients(self.optimizer)):
                 super().zero_grad(set_to_none)
 
@@ -162,9 +158,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             )
         has_stepped = False
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
-        if not self._has_followed:  # the script has called loss.backward() itself
-            self.follow_parameters()
-        self._has_followed = False
+        self.follow_parameters()
         if isinstance(self._stepper, ReplicaStepper):
             for model in attachment.models:
                 self._stepper.watch(model)

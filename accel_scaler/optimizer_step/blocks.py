@@ -243,9 +243,9 @@ class Run:
         where = arena.where[self._slots]
         if not found or not self._takes or (whole and arena.has_masters):
             return self._takes and not found
-        dtypes, is_known = FULL if whole else DTYPES, gathered is not None and gathered.holds(found)
+        known = found if gathered is None or not gathered.holds(found) else gathered
         return (
-            (gathered.is_uniform(dtypes) if gathered and is_known else is_uniform(found, dtypes))
+            is_uniform(known, FULL if whole else DTYPES)
             and found[0].device == arena.device
             # Counts compare by identity first: with thousands of parameters a set would show.
             and where.count(Where.HERE) + arena.has_masters * where.count(Where.NOWHERE)

@@ -38,6 +38,7 @@ from ..scaling import (
     has_ranks,
     is_power_of_two,
     is_sharded,
+    is_uniform,
     parameters_of,
     reciprocal,
     reduce_partial_gradients,
@@ -205,7 +206,7 @@ class OverflowCheck:
             if len(flags) == 1 and self._sends([optimizer], *flags):
                 self.note(optimizer, record, params, send_flag(*flags.values()))
             return
-        if norms is None and gathered.is_uniform(LOW_PRECISION | {torch.float32}):
+        if norms is None and is_uniform(gathered, LOW_PRECISION | {torch.float32}):
             norms = self._take_norms([optimizer], grads)
         elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
@@ -250,7 +251,7 @@ class OverflowCheck:
         the outcome is left on the device."""
         scale = self.scaler.window_scale
         dtypes = frozenset({torch.float32}) | (LOW_PRECISION if any(stay_scaled) else frozenset())
-        if not (is_power_of_two(scale) or all(stay_scaled)) or not gathered.is_uniform(dtypes):
+        if not (is_power_of_two(scale) or all(stay_scaled)) or not is_uniform(gathered, dtypes):
             return None
         mine = (p for owner in owners for p in parameters_of(owner))
         if self.scaler.window.unscaled_among(mine):  # for another optimizer

@@ -88,10 +88,6 @@ class Gathered:
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self.grads))
 
-    def is_uniform(self, dtypes: frozenset[torch.dtype]) -> bool:
-        """As :func:`is_uniform`."""
-        return bool(self.dtypes) and dtypes.issuperset(self.dtypes)
-
     def holds(self, grads: Iterable[Tensor | None]) -> bool:
         """Whether all of ``grads`` are among these."""
         return self._ids.issuperset(map(id, grads))
@@ -104,10 +100,11 @@ def first_version(optimizer: Optimizer) -> int | None:
 
 
 def is_uniform(
-    grads: Sequence[Tensor], dtypes: frozenset[torch.dtype] = frozenset({torch.float32})
+    grads: Sequence[Tensor] | Gathered,
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32}),
 ) -> bool:
     """Whether all are dense plain tensors of these dtypes on one device, as fast paths need."""
-    found = dtypes_of(grads)
+    found = grads.dtypes if isinstance(grads, Gathered) else dtypes_of(grads)
     return bool(found) and dtypes.issuperset(found)
 
 

@@ -47,10 +47,10 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_651,
-    "optimizer_step": 5_337,
-    "async_optimizer": 1_897,
-    "integrations": 1_398,
+    "scaling": 2_648,
+    "optimizer_step": 5_338,
+    "async_optimizer": 1_899,
+    "integrations": 1_392,
     "overflow": 3_088,
     "telemetry": 1_553,
     "report": 918,
@@ -64,7 +64,7 @@ AIR = 1.05
 """A folder may be 5 per cent above its row, so that a first contribution has room. Who needs more
 makes the folder smaller, or takes the lines from another row; the sum of the rows stays."""
 
-MAX_SUM = 19_229
+MAX_SUM = 19_223
 """The aim is 15,000."""
 
 

@@ -131,13 +131,13 @@ def test_gradients_are_gathered_as_they_are_now() -> None:
     gathered = Gathered([none, given])
     assert len(gathered.params) == 1
     assert gathered.params[0] is given
-    assert gathered.is_uniform(frozenset({torch.float32}))
+    assert is_uniform(gathered)
     assert gathered.holds([given.grad])
     given.grad = torch.ones(2)
     assert gathered.grads[0] is before
     assert not gathered.holds([given.grad])
     assert not gathered.holds([before, None])
-    assert not Gathered([none]).is_uniform(frozenset({torch.float32}))
+    assert not is_uniform(Gathered([none]))
 
 
 def test_match_layout_keeps_values_and_touches_no_matching_gradient() -> None:

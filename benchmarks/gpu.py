@@ -314,7 +314,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--verbose", action="store_true", help="show the error output of the processes"
     )
     parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.set_defaults(**(GPT2 if "--gpt2" in (sys.argv[1:] if argv is None else argv) else {}))
+    if parser.parse_known_args(argv)[0].gpt2:
+        parser.set_defaults(**GPT2)
     return parser.parse_args(argv)
 
 

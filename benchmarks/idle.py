@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from offload import LENGTH, MACHINES, Model
+from offload import LENGTH, Model, costs
 
 from accel_scaler import attach
 from accel_scaler.optimizer_step import overflow_check
@@ -88,11 +88,7 @@ def main() -> None:
         parser.error("no accelerator here: make bench-idle simulates one")
     module: Any = torch.get_device_module(device)
     if hasattr(module, "set_cost"):
-        machine = MACHINES["H200"]
-        names = ("up_gbps", "down_gbps", "memory_gbps", "tflops")
-        speeds = (machine.gbps, machine.gbps, machine.memory, machine.tflops)
-        costs = {name: speed / machine.factor for name, speed in zip(names, speeds, strict=True)}
-        module.set_cost(arithmetic=False, **costs)
+        module.set_cost(arithmetic=False, **costs("H200"))
     overflow_check.check_norms = noting(overflow_check.check_norms, "wait", True)
     SentCheck.read = noting(SentCheck.read, "wait", True)  # type: ignore[method-assign]
     torch._fused_adamw_ = noting(torch._fused_adamw_, "launch", False)

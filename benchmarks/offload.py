@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accel_scaler import attach, detach
+from accel_scaler.selftest import sizes
 
 LENGTH = 2048
 """Tokens in a sequence."""
@@ -38,11 +39,8 @@ WARM_UP = 4
 class Machine(NamedTuple):
     """A machine to simulate."""
 
-    gbps: float
-    """GB/s of copies, each way."""
     memory: float
     """GB/s of the device's memory."""
-    tflops: float
     factor: float
     """By which all is slower, so that this machine's Python keeps up."""
     loads: Sequence[tuple[int, int]]
@@ -50,10 +48,22 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "T4": Machine(12, 300, 25, 1, [(8, 4096), (1, 4096), (1, 16384)]),
-    "RTX 4090": Machine(25, 1000, 80, 3, [(8, 4096), (1, 4096), (1, 16384)]),
-    "H200": Machine(50, 4800, 400, 8, [(8, 4096), (8, 16384), (1, 16384)]),
+    "T4": Machine(300, 1, [(8, 4096), (1, 4096), (1, 16384)]),
+    "RTX 4090": Machine(1000, 3, [(8, 4096), (1, 4096), (1, 16384)]),
+    "H200": Machine(4800, 8, [(8, 4096), (8, 16384), (1, 16384)]),
 }
+
+
+def costs(name: str) -> dict[str, float]:
+    """The arguments of ``set_cost``: what a machine is assumed to do, slowed down."""
+    assumed, machine = sizes.MACHINES[name], MACHINES[name]
+    speeds = {
+        "up_gbps": assumed.gbps,
+        "down_gbps": assumed.gbps,
+        "memory_gbps": machine.memory,
+        "tflops": assumed.tflops,
+    }
+    return {key: speed / machine.factor for key, speed in speeds.items()}
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -203,14 +213,7 @@ def main() -> None:
     ).items():
         slower = machine.factor if simulates else 1.0
         if simulates:
-            module.set_cost(
-                up_gbps=machine.gbps / slower,
-                down_gbps=machine.gbps / slower,
-                memory_gbps=machine.memory / slower,
-                tflops=machine.tflops / slower,
-                launch_us=3 * slower,
-                arithmetic=False,
-            )
+            module.set_cost(**costs(name), launch_us=3 * slower, arithmetic=False)
         print(f"\n{name}\n" + "  ".join(f"{each:>20}" for each in names), flush=True)
         for load in machine.loads:
             print(line(device, dtype, load, slower, args), flush=True)

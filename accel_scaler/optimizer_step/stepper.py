@@ -154,10 +154,10 @@ class InlineStepper(Stepper):
         self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
     ) -> bool:
         optimizer, start = self.optimizer, time.perf_counter()
-        if deferred or not takes_found_inf(optimizer):
+        if deferred:
             return False
         if not self._call_kernels(optimizer, gathered, sent):
-            if not has_state(optimizer):
+            if not (takes_found_inf(optimizer) and has_state(optimizer)):
                 return False
             call_fused(optimizer, None, sent.found_inf)
         self._note_time(start)

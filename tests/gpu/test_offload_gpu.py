@@ -330,10 +330,16 @@ def lays_gradients_out_otherwise(run: Run) -> None:
         run.finish()
 
 
+def compiles(run: Run) -> None:
+    run.net.compile(backend="aot_eager")  # the simulated device has no inductor
+    for step in range(STEPS):
+        run.step(step)
+
+
 @pytest.mark.parametrize(
     "play",
     [
-        *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state),
+        *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state, compiles),
         *(saves_and_loads, empties_the_cache, lays_gradients_out_otherwise),
     ],
 )

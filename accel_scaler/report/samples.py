@@ -1,4 +1,4 @@
-"""Bounded samples of a long run: bins of its windows, and the extremes of its modules."""
+"""Samples of a long run: bins of its windows, and the extremes of its modules."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from ..telemetry import Record
 
 MAX_BINS = 1024
-MAX_MODULES = 1 << 16
 SHOWN_MODULES = 3
-SERIES = ("loss", "scale", "norm", "spike", "retried", "largest", "seconds", "update", "waited")
-"""``spike``: norms skipped as spikes; ``retried``: ``Record.first_scale``; ``largest``:
-``Record.largest_gradient``; ``seconds``: from the end of the window before, not of a session's
-first; ``update`` and ``waited``: seconds."""
 
 
 @dataclass(slots=True)
@@ -59,22 +54,35 @@ class Bin:
 
     x: int
     last_x: int
-    windows: int
-    skips: int
-    max_norm: float | None
-    """The clipping threshold of the last window that had one."""
     lr: tuple[float | None, ...]
     """The learning rate of each group in the last window."""
     series: dict[str, Mean]
+    """The numbers of :func:`numbers_of`."""
 
     def merge(self, later: Bin) -> None:
         """Add the next bin."""
         self.last_x, self.lr = later.last_x, later.lr
-        self.windows += later.windows
-        self.skips += later.skips
-        self.max_norm = self.max_norm if later.max_norm is None else later.max_norm
         for name, mean in self.series.items():
             mean.merge(later.series[name])
+
+
+def numbers_of(record: Record, seconds: float | None) -> dict[str, float | None]:
+    """The numbers of a window by the names of their series."""
+    norm, limit = record.grad_norm, math.inf if record.max_norm is None else record.max_norm
+    return {
+        "loss": record.loss,
+        "scale": record.scale,
+        "norm": norm,
+        "limit": record.max_norm,
+        "clipped": None if norm is None or not norm + limit < math.inf else float(norm > limit),
+        "largest": record.largest_gradient,
+        "skipped": record.scale if record.skipped else None,
+        "spike": norm if record.spike and not record.found_inf else None,
+        "retried": record.first_scale if record.retries and not record.skipped else None,
+        "seconds": seconds,
+        "update": None if record.optimizer_us is None else record.optimizer_us / 1e6,
+        "waited": None if record.waited_us is None else record.waited_us / 1e6,
+    }
 
 
 class Bins:
@@ -85,15 +93,11 @@ class Bins:
         self.done: list[Bin] = []
 
     def include(self, x: int, record: Record, seconds: float | None = None) -> None:
-        """Add the next window, which ended ``seconds`` after the one before."""
-        times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
-        retried = record.first_scale if record.retries and not record.skipped else None
-        spike = record.grad_norm if record.spike and not record.found_inf else None
-        found = (record.loss, record.scale, record.grad_norm, spike, retried)
-        means = map(Mean.of, (*found, record.largest_gradient, seconds, *times))
-        series = dict(zip(SERIES, means, strict=True))
-        new, done = Bin(x, x, 1, int(record.skipped), record.max_norm, record.lr, series), self.done
-        if done and done[-1].windows < self.width:
+        """Add the next window, which ended ``seconds`` after the one before; None for the first
+        window of a session."""
+        series = {name: Mean.of(value) for name, value in numbers_of(record, seconds).items()}
+        new, done = Bin(x, x, record.lr, series), self.done
+        if done and done[-1].last_x - done[-1].x + 1 < self.width:
             done[-1].merge(new)
             return
         if len(done) == MAX_BINS:
@@ -104,7 +108,7 @@ class Bins:
         done.append(new)
 
     def means(self, name: str) -> list[Mean]:
-        """The mean of each bin; ``name`` is one of ``SERIES``."""
+        """The mean of a series in each bin."""
         return [each.series[name] for each in self.done]
 
     def of_all(self, name: str, first_x: int = 0) -> Mean:
@@ -131,7 +135,7 @@ class Module:
 
 
 class Modules:
-    """At most ``MAX_MODULES`` modules by their names, in the order of the model."""
+    """The modules by their names, in the order of the model."""
 
     def __init__(self) -> None:
         self.found: dict[str, Module] = {}
@@ -143,7 +147,8 @@ class Modules:
         """Add the norms of the next window."""
         if record.names is not self._names:
             self._names = record.names
-            self._each = [self._of(name.rpartition(".")[0] or name) for name in record.names]
+            modules = [name.rpartition(".")[0] or name for name in record.names]
+            self._each = [self.found.setdefault(name, Module()) for name in modules]
         for module, norm in zip(self._each, record.norms or (), strict=True):
             if module.largest < norm < math.inf:
                 module.largest, module.largest_x = norm, x
@@ -158,8 +163,3 @@ class Modules:
         nearest to the output comes first: from there a backward spreads inf and NaN."""
         some = [(name, module) for name, module in reversed(self.found.items()) if value(module)]
         return sorted(some, key=lambda each: -value(each[1]))[:SHOWN_MODULES]
-
-    def _of(self, name: str) -> Module:
-        if name not in self.found and len(self.found) == MAX_MODULES:
-            return Module()
-        return self.found.setdefault(name, Module())

@@ -22,16 +22,12 @@ from datetime import datetime, timezone
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from ..console import plain
-
 Amount = Annotated[float, "finite, 0 or more"]
 Names = tuple[str, ...]
 """Names of the parameters whose norms a window has."""
 
 FORMAT = 2
 """Version of the file format; no other one is read."""
-FIRST_BYTES = b'{"kind":"start"'
-"""The first bytes of a file, also of one that was cut off in its first line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +192,6 @@ del WINDOW["index"], WINDOW["names"]
 END: dict[str, Any] = get_type_hints(End, include_extras=True)
 
 
-def _text(value: object) -> str:
-    """One line without control characters."""
-    return plain(str(value)).replace("\n", "\ufffd")
-
-
 def _converted(value: Any, kind: Any) -> Any:
     """A value from JSON as the type of a field."""
     if isinstance(kind, dict):
@@ -217,7 +208,7 @@ def _converted(value: Any, kind: Any) -> Any:
         raise ValueError("expected an integer from 0")
     if kind is Amount and not 0.0 <= float(value) < math.inf:
         raise ValueError(f"expected a number >= 0, got {value}")
-    return _text(value) if kind is str else float(value) if kind is Amount else kind(value)
+    return float(value) if kind is Amount else kind(value)
 
 
 def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
@@ -240,16 +231,16 @@ def _read_start(line: dict[str, Any]) -> Start:
         return Start(version)  # the other keys may mean something else there
     facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
     datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {_text(key): _setting(value) for key, value in line.get("settings", {}).items()}
+    settings = {key: _setting(value) for key, value in line.get("settings", {}).items()}
     return Start(version, facts, settings, changed)
 
 
 def _setting(value: Any) -> Any:
     """A number or null as it is, a list of texts, or a text."""
     if isinstance(value, list):
-        return list(map(_text, value))
+        return list(map(str, value))
     is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
-    return value if value is None or is_number else _text(value)
+    return value if value is None or is_number else str(value)
 
 
 def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
@@ -259,7 +250,7 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text
-        raise BrokenLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
+        raise BrokenLineError(f"text that is not JSON ({str(error)[:80]})") from None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise BrokenLineError(f"a {type(value).__name__} without kind")
     try:
@@ -272,12 +263,11 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
                 found: Names = _converted(value["names"], Names)
                 return found
             case "noted":
-                noted = {_text(name): float(number) for name, number in value["values"].items()}
-                mistake = _text(value.get("mistake", ""))
+                noted = {name: float(number) for name, number in value["values"].items()}
+                mistake = str(value.get("mistake", ""))
                 return Noted(_converted(value["step"], int), noted, mistake)
             case "end":
                 return End(**_read(value, END))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        what = _text(value["kind"][:20])
-        raise BrokenLineError(f"a {what} line: {_text(str(error)[:120])}") from None
+        raise BrokenLineError(f"a {value['kind']} line: {str(error)[:120]}") from None
     return None

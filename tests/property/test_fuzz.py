@@ -28,10 +28,9 @@ from accel_scaler import (
 from accel_scaler.config import merge
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
-from accel_scaler.report.command import in_words
 from accel_scaler.report.html import html_page
-from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
+from accel_scaler.report.summary import in_words, key_numbers
 from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler.report import samples
 from accel_scaler.report.charts import MAX_DRAWN, MAX_RATES, Chart, charts
 from accel_scaler.report.html import html_page, page_data
-from accel_scaler.report.key_numbers import key_numbers
-from accel_scaler.report.reader import read_run
-from accel_scaler.report.run import Run
+from accel_scaler.report.reader import Run, read_run
 from accel_scaler.report.samples import MAX_BINS, Bins
+from accel_scaler.report.summary import key_numbers
 from accel_scaler.telemetry import Record
 from accel_scaler.telemetry.findings import skips
 
@@ -200,18 +198,16 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
         record = Record(x, 1.0, 1.0, skipped, None, loss=loss, time=times[x], max_norm=float(x))
         bins.include(x, record, times[x] - times[x - 1] if x else None)
     assert len(bins.done) <= MAX_BINS
-    assert [b.windows for b in bins.done[:-1]] == [bins.width] * (len(bins.done) - 1)
+    assert [b.last_x - b.x + 1 for b in bins.done[:-1]] == [bins.width] * (len(bins.done) - 1)
     assert [b.x for b in bins.done[1:]] == [b.last_x + 1 for b in bins.done[:-1]]
     assert bins.done[-1].last_x == count - 1
     for b in bins.done:
         part, mean = losses[b.x : b.last_x + 1], b.series["loss"]
-        assert b.windows == mean.count == len(part)
+        assert mean.count == len(part)
         assert (mean.low, mean.high, mean.last) == (min(part), max(part), part[-1])
         assert mean.middle == pytest.approx(sum(part) / len(part))
-        assert (b.skips, b.max_norm) == (
-            sum(x % 5 == 0 for x in range(b.x, b.last_x + 1)),
-            b.last_x,
-        )
+        assert b.series["skipped"].count == sum(x % 5 == 0 for x in range(b.x, b.last_x + 1))
+        assert b.series["limit"].last == b.last_x
         steps = [times[x] - times[x - 1] for x in range(b.x, b.last_x + 1) if x > 0]
         assert b.series["seconds"].total == pytest.approx(sum(steps))
 
@@ -255,10 +251,3 @@ def test_the_three_modules_with_the_most_overflows_and_the_first_of_each(tmp_pat
     # Of the two with equal counts a is nearer to the output: there a backward came from.
     assert found["bad"] == [("a", 2, 1), ("in", 2, 1), ("b", 1, 2)]
     assert [name for name, *_ in found["largest"]] == ["out", "b", "a"]
-
-
-def test_the_modules_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MAX_MODULES", 2)
-    lines = [t.start(), t.names(["a.w", "b.w", "c.w"]), t.window(0, norms=t.norms([1.0, 2.0, 3.0]))]
-    run = read(tmp_path, [*lines, t.names(["c.w", "b.w"]), t.window(1, norms=t.norms([4.0, 5.0]))])
-    assert {name: module.largest for name, module in run.modules.found.items()} == {"a": 1, "b": 5}

@@ -10,11 +10,8 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler.console import number, percent, written
-from accel_scaler.report.command import in_words
-from accel_scaler.report.findings import find, waiting
-from accel_scaler.report.key_numbers import key_numbers
-from accel_scaler.report.reader import read_run
-from accel_scaler.report.run import Run
+from accel_scaler.report.reader import Run, read_run
+from accel_scaler.report.summary import find, in_words, key_numbers, waiting
 from accel_scaler.telemetry import Finding, ending
 from accel_scaler.telemetry.findings import healed, loss, overflow, skips
 

@@ -27,15 +27,6 @@ class Machine(NamedTuple):
 
 
 MACHINES = {"T4": Machine(12, 25), "RTX 4090": Machine(25, 80), "H200": Machine(50, 400)}
-TITLES = (
-    "GB on the device, stock",
-    "GB on the device, stock with float32 copies",
-    "GB on the device, offload",
-    "GB more within the step, offload",
-    "GB of pinned host memory, offload",
-)
-"""Of the fields of :class:`Memory`."""
-
 COUNTED = (
     "GB are those of one process: weights, gradients and optimizer state. Activations come on top. "
     "Stock updates bfloat16 weights in place; offload updates float32 copies of 16-bit weights, "
@@ -66,13 +57,21 @@ class Memory(NamedTuple):
     stock: int
     """On the device without offload; bfloat16 weights are updated in place."""
     copied: int
-    """The same where 16-bit weights have float32 copies, which are updated."""
     offload: int
-    """On the device with offload, beside the slots."""
     slots: int
     """Of the ring through which state passes in the step, when activations are gone."""
     host: int
-    """Pinned, with offload. So much moves up and down at each step."""
+    """So much moves up and down at each step."""
+
+
+TITLES = (
+    "GB on the device, stock",
+    "GB on the device, stock with float32 copies",
+    "GB on the device, offload",
+    "GB more within the step, offload",
+    "GB of pinned host memory, offload",
+)
+"""Of its fields."""
 
 
 def moved(weights: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 from torch import Tensor, nn
 
 from ..config import ScalerConfig
-from ..errors import AccelScalerError
 from ..integrations import attach, detach
 from ..scaling import pause_before_the_end
 
@@ -88,12 +87,7 @@ def attached(**settings: Any) -> Iterator[Any]:
     with lacks():
         accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_plugin=plugin)
     attach(accelerator, ScalerConfig(**settings))
-    try:
-        yield accelerator
-    except BaseException:
-        with suppress(AccelScalerError):  # a window is open; the first error is the one to raise
-            detach(accelerator)
-        raise
+    yield accelerator
     detach(accelerator)
 
 

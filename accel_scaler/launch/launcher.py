@@ -111,7 +111,10 @@ def main(argv: Sequence[str]) -> int:
         if refused:
             raise refused[0]
         if not args.quiet:
-            changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
+            texts: dict[str, list[str]] = {}
+            for name, source in sources.items():
+                texts.setdefault(source, []).append(f"{name}={getattr(config, name)!r}")
+            changed = [f"{', '.join(each)} ({source})" for source, each in texts.items()]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             what += f"; mixed_precision={merged.mixed_precision!r}"
@@ -162,9 +165,13 @@ def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) ->
         "num_processes": (_processes(merged)[1], "Accelerate"),
     }
     hidden = () if merged.mixed_precision == "fp16" else FP16_ONLY
+    refused = {*SCALE_SETTINGS} & config.changed().keys()
     for name, value in dataclasses.asdict(config).items():
+        source = sources.get(name, "default")
+        if name in hidden:
+            source += "; refused without fp16" if name in refused else "; fp16 only"
         if name in sources or name not in hidden:
-            rows[name] = value, sources.get(name, "default") + "; fp16 only" * (name in hidden)
+            rows[name] = value, source
     for name, (value, source) in rows.items():
         say(f"{name:<22} {written(value):<12} {source}")
     if sources:
@@ -197,8 +204,8 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")
-    args.config_file = str(path if rest is None else copy)
-    return [(str(path), section)]
+    name, args.config_file = args.config_file or str(path), str(path if rest is None else copy)
+    return [(name, section)]
 
 
 def _merged_by_accelerate(args: argparse.Namespace) -> Any:
@@ -243,7 +250,7 @@ def _refuse_unsuitable(merged: Any) -> None:
 
 def _set_in(sources: Mapping[str, str]) -> str:
     """The place to change a setting of this launch: ``flags``, or a file outside the package."""
-    files = set(sources.values()).difference(map(str, shipped_configs().values()))
+    files = {*sources.values()} - shipped_configs().keys()
     return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
 
 

@@ -207,13 +207,14 @@ def test_a_dry_run_without_a_scale_leaves_out_its_settings(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--dry_run", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16"]
-    assert main([*argv, "--min_scale", "4", "train.py"]) == 0
+    assert main([*argv, "--min_scale", "4", "--no_growth_headroom", "train.py"]) == 0
     table = capsys.readouterr().out.split("\n\n")[0].splitlines()
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table}
     assert rows["mixed_precision"] == "bf16 Accelerate"
     assert rows["num_processes"] == "2 Accelerate"
-    assert rows["min_scale"] == "4 command line; fp16 only"
-    assert {"init_scale", "enabled", "heal", "growth_headroom"}.isdisjoint(rows)
+    assert rows["min_scale"] == "4 command line; refused without fp16"
+    assert rows["growth_headroom"] == "false command line; fp16 only"
+    assert {"init_scale", "enabled", "heal"}.isdisjoint(rows)
     assert {"offload", "skip_nonfinite", "fp32_modules"} <= rows.keys()
 
 
@@ -345,7 +346,8 @@ def test_the_section_is_taken_out_and_the_settings_are_printed(
     assert started.config_file is not None
     assert not started.config_file.parent.exists()
     (said,) = capsys.readouterr().err.splitlines() or [""]
-    for part in (f"step_mode='overlap' ({name})", "; mixed_precision='fp16'. What "):
+    settings = "min_scale=2.0, step_mode='overlap', growth_interval=2000"
+    for part in (f" {settings} ({name})", "; mixed_precision='fp16'. What "):
         assert (part in said) is not quiet
 
 

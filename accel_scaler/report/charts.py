@@ -69,7 +69,7 @@ def charts(run: Run) -> list[Chart]:
     if norm := _lines(run, "norm", "norm", is_log=True):
         norm += _limit("clipped above", [mean.last for mean in run.bins.means("limit")])
     if largest := _lines(run, "largest", "largest gradient", is_log=True):
-        largest += _limit("end of float16", [LARGEST] * len(run.bins.done))
+        largest += _limit("end of float16", [LARGEST] * len(run.bins.ends))
     hides = run.hidden > 0
     if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
         times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
@@ -184,7 +184,8 @@ def _rates(run: Run) -> list[Line]:
     """The learning rate of each group; groups with equal rates share a line."""
     seen: dict[tuple[float | None, ...], list[str]] = {}
     for group in range(MAX_RATES):
-        rates = tuple(_drawable(dict(enumerate(b.lr)).get(group)) for b in run.bins.done)
+        each = (dict(enumerate(run.bins.lr[last])) for _, last in run.bins.ends)
+        rates = tuple(_drawable(found.get(group)) for found in each)
         if any(rate is not None for rate in rates):
             seen.setdefault(rates, []).append(str(group))
     return [

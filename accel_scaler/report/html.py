@@ -51,10 +51,10 @@ def html_page(run: Run) -> str:
 def page_data(run: Run, charts: Sequence[Chart]) -> str:
     """The script's data as JSON that stands safely inside a ``<script>``: ASCII, without ``<``,
     ``>`` and ``&``."""
-    bins = run.bins.done
+    x, ends = run.bins.x, run.bins.ends
     data = {
-        "x": [b.x for b in bins],
-        "last": [b.last_x for b in bins],
+        "x": [x[first] for first, _ in ends],
+        "last": [x[last] for _, last in ends],
         "sessions": [session.first_x for session in run.sessions],
         "charts": [asdict(chart) for chart in charts],
     }

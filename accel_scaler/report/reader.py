@@ -9,11 +9,11 @@ from typing import NoReturn
 from ..console import plain
 from ..errors import ConfigError
 from ..telemetry import FORMAT, BrokenLineError, Diagnosis, End, Noted, Record, Start, decode
-from .samples import Bins, Mean, Modules
+from .samples import Bins, Modules
 
 
 class Run(Diagnosis):
-    """Everything that a report knows about one file; its size does not grow with the windows."""
+    """Everything that a report knows about one file."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Run(Diagnosis):
         """The names of the parameters whose norms follow; empty if their line was lost."""
         self.bins = Bins()
         self.modules = Modules()
-        self.noted: dict[str, Mean] = {}
+        self.noted: dict[str, list[float]] = {}
         """Numbers that belong to no window."""
         self.lines = self.broken = 0
         self.broken_first: tuple[int, str] | None = None
@@ -51,7 +51,7 @@ class Run(Diagnosis):
         """Add numbers that belong to no window, or a mistake."""
         self.add_mistake(found.mistake)
         for name, value in found.values.items():
-            self.noted.setdefault(name, Mean()).merge(Mean.of(value))
+            self.noted.setdefault(name, []).append(value)
 
     @property
     def label(self) -> str:
@@ -74,7 +74,7 @@ class Run(Diagnosis):
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Add up one telemetry file. Memory does not grow with the number of windows.
+    """Add up one telemetry file.
 
     Lines that are cut off or hold nonsense are counted in ``broken`` and skipped. An empty file
     gives a run without windows. Raises ``ConfigError``, of one line, for a file that cannot be

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..console import counted, number, percent
 from ..telemetry import Finding, as_set, diagnose, ending, headroom, verdict
 from .reader import Run
-from .samples import Mean
+from .samples import Mean, mean_of
 
 LITTLE_HIDDEN = 0.5
 NONE = "\u2013"
@@ -103,7 +103,7 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         # Below 0 float32 has added up more than float16 holds.
         text = f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
         found.append(KeyNumber("headroom", text, f"measured at {run.place(x)}"))
-    return found + [_noted(name, mean) for name, mean in run.noted.items()]
+    return found + [_noted(name, mean_of(values)) for name, values in run.noted.items()]
 
 
 def _noted(name: str, mean: Mean) -> KeyNumber:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import deque
 from copy import deepcopy
 from dataclasses import replace
@@ -28,7 +27,6 @@ class History:
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
         self.boundaries = 0
-        self._lock = threading.Lock()  # another thread may read while windows close
         self._reported = ""
         self._before = Diagnosis()
         """A diagnosis of all windows but the last, which another optimizer may still amend."""
@@ -55,10 +53,9 @@ class History:
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
             return
-        with self._lock:
-            if self.records:
-                self._before.add(self.records[-1])
-            self.records.append(record)
+        if self.records:
+            self._before.add(self.records[-1])
+        self.records.append(record)
         self.boundaries += 1
         if len(self.records) > KEPT_DETAILS:
             old = self.records[-KEPT_DETAILS - 1]
@@ -67,15 +64,13 @@ class History:
 
     def add_mistake(self, text: str) -> None:
         """Give the verdict a mistake of the script."""
-        with self._lock:
-            self._before.add_mistake(text)
+        self._before.add_mistake(text)
 
     def diagnosis(self) -> Diagnosis:
         """A diagnosis of the run up to now; the report makes the same from the file."""
-        with self._lock:
-            found = deepcopy(self._before)
-            if self.records:
-                found.add(self.records[-1])
+        found = deepcopy(self._before)
+        if self.records:
+            found.add(self.records[-1])
         return found
 
     def summary(self) -> str:

@@ -108,13 +108,13 @@ def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_pat
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:
     count = 3000
     run = read(tmp_path, windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2)))
-    assert run.bins.width == 4
-    assert "A point is the mean of 4 steps" in html_page(run)
+    assert run.bins.width == 3
+    assert "A point is the mean of 3 steps" in html_page(run)
     raw = chart("loss", run).lines[0]
-    assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, 4)]
-    assert (raw.low, raw.high) == ([*range(0, count, 4)], [*range(3, count, 4)])
+    assert raw.y == [pytest.approx(s + 1) for s in range(0, count, 3)]
+    assert (raw.low, raw.high) == ([*range(0, count, 3)], [*range(2, count, 3)])
     (scale,) = chart("scale", run).lines
-    assert (set(scale.y), set(scale.low), set(scale.high)) == ({2.0}, {1.0}, {2.0})
+    assert (set(scale.y), set(scale.low), set(scale.high)) == ({1.0, 2.0}, {1.0}, {2.0})
 
 
 def test_groups_with_one_learning_rate_share_a_line(tmp_path: Path) -> None:
@@ -197,19 +197,21 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
         skipped = x % 5 == 0
         record = Record(x, 1.0, 1.0, skipped, None, loss=loss, time=times[x], max_norm=float(x))
         bins.include(x, record, times[x] - times[x - 1] if x else None)
-    assert len(bins.done) <= MAX_BINS
-    assert [b.last_x - b.x + 1 for b in bins.done[:-1]] == [bins.width] * (len(bins.done) - 1)
-    assert [b.x for b in bins.done[1:]] == [b.last_x + 1 for b in bins.done[:-1]]
-    assert bins.done[-1].last_x == count - 1
-    for b in bins.done:
-        part, mean = losses[b.x : b.last_x + 1], b.series["loss"]
+    assert len(bins.ends) <= MAX_BINS
+    assert [last - first + 1 for first, last in bins.ends[:-1]] == [bins.width] * (
+        len(bins.ends) - 1
+    )
+    assert [x for first, last in bins.ends for x in bins.x[first : last + 1]] == [*range(count)]
+    means = {name: bins.means(name) for name in ("loss", "skipped", "limit", "seconds")}
+    for at, (first, last) in enumerate(bins.ends):
+        part, mean = losses[first : last + 1], means["loss"][at]
         assert mean.count == len(part)
         assert (mean.low, mean.high, mean.last) == (min(part), max(part), part[-1])
         assert mean.middle == pytest.approx(sum(part) / len(part))
-        assert b.series["skipped"].count == sum(x % 5 == 0 for x in range(b.x, b.last_x + 1))
-        assert b.series["limit"].last == b.last_x
-        steps = [times[x] - times[x - 1] for x in range(b.x, b.last_x + 1) if x > 0]
-        assert b.series["seconds"].total == pytest.approx(sum(steps))
+        assert means["skipped"][at].count == sum(x % 5 == 0 for x in range(first, last + 1))
+        assert means["limit"][at].last == last
+        steps = [times[x] - times[x - 1] for x in range(first, last + 1) if x > 0]
+        assert means["seconds"][at].total == pytest.approx(sum(steps))
 
 
 # Modules.

@@ -45,7 +45,7 @@ def test_sessions_in_one_file_go_on_along_the_axis(tmp_path: Path) -> None:
     assert [s.last_step for s in run.sessions] == [9, 4]
     assert [s.ended for s in run.sessions] == [False, True]
     assert run.broken == 1
-    assert run.bins.done[-1].last_x == 14
+    assert run.bins.x[-1] == 14
     assert run.place(12) == "step 2 of session 2"
 
 

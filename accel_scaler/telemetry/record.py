@@ -20,9 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-Amount = Annotated[float, "finite, 0 or more"]
 Names = tuple[str, ...]
 """Names of the parameters whose norms a window has."""
 
@@ -36,9 +35,9 @@ class Record:
 
     index: int
     """The number of the window, from 0."""
-    scale: Amount
+    scale: float
     """The scale that produced its gradients."""
-    next_scale: Amount
+    next_scale: float
     """The scale of the window after it."""
     skipped: bool
     """The window overflowed or was a spike, so at least one optimizer was not stepped."""
@@ -58,7 +57,7 @@ class Record:
     """The factor of the clip, at most 1; None without a clip."""
     lr: tuple[float | None, ...] = ()
     """Learning rate of each group of the window's optimizers; None: the rate is on a device."""
-    time: Amount = 0.0
+    time: float = 0.0
     """When the window ended: seconds since the start of the recording."""
     loss: float | None = None
     """The unscaled loss on this rank: the sum over the window of the losses, each divided by the
@@ -72,7 +71,7 @@ class Record:
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
     with ``telemetry``, and in memory only for the last windows. The file has six digits."""
-    largest_gradient: Amount | None = None
+    largest_gradient: float | None = None
     """The largest magnitude in a gradient on this rank, scaled, before clipping: above 65504,
     float16's largest number, where float32 has added micro-batches up. Only with ``telemetry``,
     once in ``underflow_interval`` windows; None after a clip by value."""
@@ -83,7 +82,7 @@ class Record:
     retries: int = 0
     """How often the window ran again (``on_overflow="retry"``, ``heal``). Unless it was ``skipped``
     the last run, at ``scale``, had finite gradients."""
-    first_scale: Amount | None = None
+    first_scale: float | None = None
     """The scale of the first run; None for a window that ran once."""
     retry_us: int | None = None
     """Host time of the runs after the first, in microseconds."""
@@ -114,7 +113,7 @@ class Start:
 class End:
     """The last line of a session."""
 
-    time: Amount = 0.0
+    time: float = 0.0
     error: str | None = None
     """The exception that ended the run early."""
 
@@ -187,9 +186,9 @@ FIRST: dict[str, Any] = {
     "micro_batch": int,
     **dict.fromkeys(("input", "output"), tuple[float, float]),
 }
-WINDOW: dict[str, Any] = get_type_hints(Record, include_extras=True) | {"first": FIRST, "step": int}
+WINDOW: dict[str, Any] = get_type_hints(Record) | {"first": FIRST, "step": int}
 del WINDOW["index"], WINDOW["names"]
-END: dict[str, Any] = get_type_hints(End, include_extras=True)
+END: dict[str, Any] = get_type_hints(End)
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -206,9 +205,7 @@ def _converted(value: Any, kind: Any) -> Any:
         return tuple(_converted(v, k) for v, k in zip(value, kinds, strict=True))
     if kind is int and not (type(value) is int and 0 <= value <= 2**53):
         raise ValueError("expected an integer from 0")
-    if kind is Amount and not 0.0 <= float(value) < math.inf:
-        raise ValueError(f"expected a number >= 0, got {value}")
-    return float(value) if kind is Amount else kind(value)
+    return kind(value)
 
 
 def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:

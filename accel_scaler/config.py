@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 from .config_file import read_config
-from .errors import AccelScalerError, ConfigError, shown
+from .errors import ConfigError, shown
 
 ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -87,8 +87,6 @@ NORM = Kind(
     lambda text: text.strip() if is_factor(text.strip()) else float(text),
 )
 BYTES = {unit: 1024**n for n, unit in enumerate(("", "K", "M", "G", "T"))}
-
-
 COUNTS = {unit: 1000**n for n, unit in enumerate(("", "K", "M", "B", "T"))}
 
 
@@ -289,7 +287,12 @@ class ScalerConfig:
     def arguments() -> type[Any]:
         """A dataclass for ``transformers.HfArgumentParser``, beside TrainingArguments: a flag for
         each field, with its help. The parser makes a ScalerConfig of it."""
-        fields = [(name, _flag_type(name), _flag_of(name)) for name in FIELDS]
+        hints, fields = get_type_hints(ScalerConfig), []
+        for name, spec in FIELDS.items():
+            # The parser converts by the type; a text is left to the field's check.
+            kind = hints[name] if hints[name] in (int, float, bool) else str
+            flag = field(default=spec.default, metadata={"help": help_of(name)})
+            fields.append((name, kind, flag))
         namespace = {"__new__": lambda _, **values: ScalerConfig(**values)}
         return dataclasses.make_dataclass("ScalerArguments", fields, namespace=namespace)
 
@@ -346,18 +349,9 @@ Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field; texts are converted."""
 
 
-def merge(
-    *sources: Source, refused: list[AccelScalerError] | None = None
-) -> tuple[ScalerConfig, dict[str, str]]:
+def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
     """The config of these sources, of which a later one takes precedence, and the source of each
-    field that has one. Every value is checked, used or not. ``refused`` takes every refusal, with
-    its source; without it the first one is raised."""
-
-    def refuse(text: str) -> None:
-        if refused is None:
-            raise ConfigError(text)
-        refused.append(ConfigError(text))
-
+    field that has one. Every value is checked, used or not; a refusal names its source."""
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for source, given in sources:
@@ -365,13 +359,12 @@ def merge(
             try:
                 values[name], origin[name] = checked(name, value), source
             except ConfigError as error:
-                refuse(f"{source}: {error}")
+                raise ConfigError(f"{source}: {error}") from None
     try:
         return ScalerConfig(**values), origin
     except ConfigError as error:  # fields that contradict each other
         where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
-        refuse(f"{error} ({'; '.join(where)})")
-    return ScalerConfig(), origin
+        raise ConfigError(f"{error} ({'; '.join(where)})") from None
 
 
 def environment(environ: Mapping[str, str]) -> Source:
@@ -425,16 +418,6 @@ def suggestion(written: str, known: Iterable[str], otherwise: str) -> str:
 def help_of(name: str) -> str:
     """The meaning of a field, and the values that it takes."""
     return f"{ABOUT[name]} Takes {KINDS[name].allowed}."
-
-
-def _flag_of(name: str) -> Any:
-    return field(default=FIELDS[name].default, metadata={"help": help_of(name)})
-
-
-def _flag_type(name: str) -> Any:
-    """The type by which HfArgumentParser converts a flag; a text is left to the field's check."""
-    hint = get_type_hints(ScalerConfig)[name]
-    return hint if hint in (int, float, bool) else str
 
 
 def _text(value: Any) -> str:

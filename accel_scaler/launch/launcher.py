@@ -42,7 +42,7 @@ from ..config import (
 from ..config_file import PACKAGE, as_section, find_config, read_config, shipped_configs
 from ..console import plain, say, written
 from ..devices import present_type
-from ..errors import AccelScalerError, ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..integrations import SCALE_SETTINGS, scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, USAGE, add_flags, own_parser
@@ -89,12 +89,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``accel-scaler launch``; returns the exit status of the job. Raises the first refusal, an
-    ``AccelScalerError``, before anything starts; a dry run prints all refusals."""
+    """Run ``accel-scaler launch``; returns the exit status of the job. Raises an
+    ``AccelScalerError`` before anything starts."""
     args, ours = parse(argv)
-    refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        config, sources, merged = prepare(args, ours, Path(folder), refused)
+        config, sources, merged = prepare(args, ours, Path(folder))
         asked, started = _processes(merged)
         if started < asked and not args.quiet:
             text = (
@@ -105,11 +104,7 @@ def main(argv: Sequence[str]) -> int:
             print("accel-scaler: warning:", text, file=sys.stderr)
         if ours.dry_run:
             _say_settings(config, sources, merged)
-            for error in refused:
-                print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
-            return 2 if refused else 0
-        if refused:
-            raise refused[0]
+            return 0
         if not args.quiet:
             texts: dict[str, list[str]] = {}
             for name, source in sources.items():
@@ -125,35 +120,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(
-    args: argparse.Namespace,
-    ours: argparse.Namespace,
-    folder: Path,
-    refused: list[AccelScalerError],
+    args: argparse.Namespace, ours: argparse.Namespace, folder: Path
 ) -> tuple[ScalerConfig, dict[str, str], argparse.Namespace]:
     """The settings of a launch, the sources of the changed ones, and Accelerate's arguments with
-    its config file, if it takes them.
-
-    ``folder`` takes a config file without our section, which replaces the one in Accelerate's
-    ``args``; ``refused`` takes every refusal. Raises ``ConfigError`` for an unreadable config file.
-    """
+    its config file. ``folder`` takes a config file without our section, which replaces the one in
+    Accelerate's ``args``."""
     flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
     file = _take_section(args, folder)
-    given = (*file, environment(os.environ), ("command line", flags))
-    config, sources = merge(*given, refused=refused)
+    config, sources = merge(*file, environment(os.environ), ("command line", flags))
     script = args.training_script
     if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
-        text = f"the script {script!r} does not exist (from {os.getcwd()})."
-        refused.append(ConfigError(text))
-    merged = args
-    try:
-        merged = _merged_by_accelerate(args)
-        if not ours.no_attach:
-            _refuse_unsuitable(merged)
-        # Ranks on other hosts write only to a path with {rank}.
-        if (path := path_of(config, merged.machine_rank or 0)) is not None:
-            refuse_unwritable(path)
-    except AccelScalerError as error:
-        refused.append(error)
+        raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
+    merged = _merged_by_accelerate(args)
+    if not ours.no_attach:
+        _refuse_unsuitable(merged)
+    # Ranks on other hosts write only to a path with {rank}.
+    if (path := path_of(config, merged.machine_rank or 0)) is not None:
+        refuse_unwritable(path)
     return config, sources, merged
 
 

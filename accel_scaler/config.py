@@ -31,7 +31,8 @@ ends before, in most sound runs."""
 SET_IN = "ACCELSCALER_SET_IN"
 """The variable in which ``accel-scaler launch`` says how a run is set: ``flags``, or the path of a
 config file."""
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+SWITCHES = dict.fromkeys(("true", "1", "yes", "on"), True)
+SWITCHES |= dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 def is_number(value: Any) -> bool:
@@ -45,47 +46,43 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 2.0**-149 <= value <= MAX_FLOAT32
 
 
-def is_factor(value: Any) -> bool:
-    """Whether ``value`` is a text such as ``"4x"``."""
-    return isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?x", value) is not None
+def is_norm(value: Any) -> bool:
+    """Whether ``value`` is positive, or a text such as ``"4x"`` of 1 or more."""
+    factor = re.fullmatch(r"(\d+(\.\d+)?)x", value) if isinstance(value, str) else None
+    return is_positive(value) if factor is None else float(factor[1]) >= 1.0
 
 
 class Kind(NamedTuple):
-    """The values that a field takes, in words and as a check, and how a text becomes one."""
+    """The values that a field takes, in words and as a check, and how a text without spaces around
+    it becomes one."""
 
     allowed: str
     check: Callable[[Any], bool]
-    convert: Callable[[str], Any] = str.strip
+    convert: Callable[[str], Any] = str
 
 
 def optional(kind: Kind) -> Kind:
     return Kind(
         f"{kind.allowed}, or none",
         lambda value: value is None or kind.check(value),
-        lambda text: None if text.strip().lower() in NONE else kind.convert(text),
+        lambda text: None if text.lower() in NONE else kind.convert(text),
     )
 
 
-def count(least: int) -> Kind:
-    """An integer; the largest one is exact as a float."""
-    text = f"an integer from {least} to 2**53"
-    return Kind(text, lambda value: type(value) is int and least <= value <= 2**53, int)
-
-
-COUNT = count(1)
+COUNT = Kind(
+    "an integer from 1 to 2**53",  # the largest one is exact as a float
+    lambda value: type(value) is int and 1 <= value <= 2**53,
+    int,
+)
 SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
 GROWTH = Kind("a finite number > 1", lambda value: is_number(value) and value > 1, float)
 BACKOFF = Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
 SWITCH = Kind(
     "true or false",
     lambda value: isinstance(value, bool),
-    lambda text: (text.strip().lower() in TRUE) if text.strip().lower() in TRUE + FALSE else text,
+    lambda text: SWITCHES.get(text.lower(), text),
 )
-NORM = Kind(
-    "a number > 0, or a factor of at least 1 on the median, such as '4x'",
-    lambda value: is_positive(value) or (is_factor(value) and float(value[:-1]) >= 1.0),
-    lambda text: text.strip() if is_factor(text.strip()) else float(text),
-)
+NORM = Kind("a number > 0, or a factor of at least 1 on the median, such as '4x'", is_norm, float)
 BYTES = {unit: 1024**n for n, unit in enumerate(("", "K", "M", "G", "T"))}
 COUNTS = {unit: 1000**n for n, unit in enumerate(("", "K", "M", "B", "T"))}
 
@@ -382,6 +379,7 @@ def checked(name: Any, value: Any) -> Any:
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")
     kind = KINDS[name]
     if isinstance(value, str):
+        value = value.strip()
         with suppress(ValueError):  # what cannot be converted is refused as it is
             value = kind.convert(value)
     refuse_retired(f"{name}={value!r}")

@@ -19,8 +19,8 @@ from ..scaling import OptimizerRecord, Window, local
 def measure(
     params: Sequence[Tensor], window: Window, record: OptimizerRecord, scale: float | None
 ) -> float | None:
-    """The largest finite element in the dense float16 and float32 gradients of one optimizer; None
-    if there is none. Synchronises with the device.
+    """The largest element in the dense float16 and float32 gradients of one optimizer; None if it
+    is not finite, or there is none. Synchronises with the device.
 
     Micro-batches are added up and ranks averaged by then; of a DTensor the shard of this rank
     counts. After a clip of single elements nothing is known. ``record``: the optimizer's, which
@@ -45,5 +45,5 @@ def measure(
             largest = torch.linalg.vector_norm(grad, math.inf, dtype=torch.float32)
             factor = (1.0 if is_scaled or scale is None else scale) / left
             found.setdefault(grad.device, []).append(largest * factor)
-    all_found = [size for each in found.values() for size in torch.stack(each).tolist()]
-    return max(filter(math.isfinite, all_found), default=None)
+    largest_there = (float(torch.stack(each).amax()) for each in found.values())
+    return max(filter(math.isfinite, largest_there), default=None)

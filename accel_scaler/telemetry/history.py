@@ -109,34 +109,31 @@ class History:
 
         >>> bar.set_postfix(accelerator.scaler_history.progress())
         """
-        if not self.records:
-            return {}
-        run = self.diagnosis()
-        scale, room = self.records[-1].next_scale, _headroom(run)
-        found = {"scale": int(scale) if scale.is_integer() else scale} if self.is_scaled else {}
-        found["skips"] = run.skips
-        if run.retried:
-            found["retried"] = run.retried
-        if room is not None and math.isfinite(room):
-            found["headroom"] = round(room, 1)
-        return found | ({"healed": len(run.healed)} if run.healed else {})
+        found = self._numbers("scale", "skips", "retried", "headroom", "healed")
+        if (scale := found.get("scale", 0.5)).is_integer():
+            found["scale"] = int(scale)
+        if "headroom" in found:
+            found["headroom"] = round(found["headroom"], 1)
+        return found
 
     def metrics(self) -> dict[str, float]:
         """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""
+        found = self._numbers("scale", "skips", "grad_norm", "clip_coefficient", "headroom")
+        return {f"scaler/{name}": value for name, value in found.items()}
+
+    def _numbers(self, *names: str) -> dict[str, float]:
         if not self.records:
             return {}
         last, run = self.records[-1], self.diagnosis()
+        # Without telemetry no gradient is measured.
+        room = None if run.largest is None else headroom(run.largest[0] * run.last_scale)
         found = {
-            "scaler/scale": last.next_scale if self.is_scaled else None,
-            "scaler/skips": run.skips,
-            "scaler/grad_norm": last.grad_norm,
-            "scaler/clip_coefficient": last.clip_coefficient,
-            "scaler/headroom": _headroom(run),
+            "scale": last.next_scale if self.is_scaled else None,
+            "skips": run.skips,
+            "retried": run.retried or None,
+            "healed": len(run.healed) or None,
+            "grad_norm": last.grad_norm,
+            "clip_coefficient": last.clip_coefficient,
+            "headroom": room,
         }
-        return {k: v for k, v in found.items() if v is not None and math.isfinite(v)}
-
-
-def _headroom(run: Diagnosis) -> float | None:
-    """:func:`headroom` of the largest measured gradient at the present scale; None without
-    ``telemetry``."""
-    return None if run.largest is None else headroom(run.largest[0] * run.last_scale)
+        return {k: v for k in names if (v := found[k]) is not None and math.isfinite(v)}

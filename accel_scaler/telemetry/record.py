@@ -122,8 +122,6 @@ class End:
 class Noted:
     """Numbers of the model, of an evaluation, or of the process at its end; or a mistake."""
 
-    step: int
-    """The index of the last window before the line."""
     values: dict[str, float]
     mistake: str = ""
     """A mistake of the script in the words of the log."""
@@ -164,6 +162,7 @@ def encode_window(record: Record) -> str:
 
 
 def encode_noted(step: int, values: Mapping[str, float], mistake: str = "") -> str:
+    """``step``: the index of the last window before the line."""
     more = {"mistake": mistake} if mistake else {}
     numbers = {k: _finite(v) for k, v in values.items()}
     return encode_line("noted", step=step, values=numbers, **more)
@@ -261,8 +260,7 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
                 return found
             case "noted":
                 noted = {name: float(number) for name, number in value["values"].items()}
-                mistake = str(value.get("mistake", ""))
-                return Noted(_converted(value["step"], int), noted, mistake)
+                return Noted(noted, str(value.get("mistake", "")))
             case "end":
                 return End(**_read(value, END))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

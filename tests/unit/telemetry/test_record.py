@@ -76,8 +76,8 @@ def test_a_start_names_and_an_end_come_back_as_they_were() -> None:
     line = encode_line("start", format=FORMAT, **facts, settings=settings, changed=["min_scale"])
     assert decode(line.encode()) == Start(FORMAT, facts, settings, ("min_scale",))
     assert decode(encode_line("names", names=NAMES).encode()) == NAMES
-    noted = Noted(3, {"eval_loss": 0.1, "test/x": -INF, "parameters": 10.0})
-    assert decode(encode_noted(noted.step, noted.values).encode()) == noted
+    noted = Noted({"eval_loss": 0.1, "test/x": -INF, "parameters": 10.0})
+    assert decode(encode_noted(3, noted.values).encode()) == noted
     end = End(1.5, "StepError: it did not end")
     assert decode(encode_line("end", **dataclasses.asdict(end)).encode()) == end
 

@@ -1,4 +1,4 @@
-"""Reads a telemetry file, and trusts nothing in it: the diagnosis, samples, and what is broken."""
+"""Reads a telemetry file, also one that a crash has cut off: the diagnosis, and samples."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Run(Diagnosis):
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Add up one telemetry file.
 
-    Lines that are cut off or hold nonsense are counted in ``broken`` and skipped. An empty file
+    Lines that are cut off are counted in ``broken`` and skipped. An empty file
     gives a run without windows. Raises ``ConfigError``, of one line, for a file that cannot be
     read, is not telemetry, or has another format.
     """

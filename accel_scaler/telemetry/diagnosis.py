@@ -244,8 +244,7 @@ class Diagnosis:
     @property
     def floor(self) -> float:
         """``min_scale`` of the last session; 0 without one."""
-        value = self.settings.get("min_scale")
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        return self.settings.get("min_scale") or 0.0
 
     @property
     def is_stuck(self) -> bool:

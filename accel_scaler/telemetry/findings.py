@@ -164,9 +164,7 @@ def _unknown_cause(run: Diagnosis) -> str:
 
 def in_float32(run: Diagnosis) -> list[str]:
     """The ``fp32_modules`` in force: names of the settings, and healed modules."""
-    given = run.settings.get("fp32_modules")
-    names = given if isinstance(given, (list, tuple)) else ()  # a file may hold anything
-    return list(dict.fromkeys((*names, *run.healed)))
+    return list(dict.fromkeys((*run.settings.get("fp32_modules", ()), *run.healed)))
 
 
 def as_set(run: Diagnosis, name: str, value: Any) -> str:

@@ -18,9 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
-from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 Names = tuple[str, ...]
 """Names of the parameters whose norms a window has."""
@@ -103,7 +101,7 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """The known ones of ``FACTS``."""
+    """All else that the line says."""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The settings other than their defaults, ``telemetry`` apart."""
@@ -137,6 +135,8 @@ ALWAYS = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "
 """Fields that a window line has even at their default, where it leaves the others out."""
 DEFAULTS = {each.name: each.default for each in fields(Record)}
 del DEFAULTS["names"], DEFAULTS["norms"]
+TEXTS = ("overflowed", "healed")
+"""Fields that hold texts."""
 
 
 def _finite(value: Any) -> Any:
@@ -173,70 +173,30 @@ def encode_line(kind: str, **values: Any) -> str:
     return _to_json({"kind": kind, **values})
 
 
-# In the functions for reading a ValueError, a TypeError or the like means that the line is broken.
-
-FACTS: dict[str, Any] = {
-    **dict.fromkeys(("package", "device", "device_name", "precision", "set_in"), str),
-    **dict.fromkeys(("python", "torch", "accelerate", "transformers", "command"), str),
-    **{"rank": int, "ranks": int, "unix_time": float},
-}
-FIRST: dict[str, Any] = {
-    **dict.fromkeys(("where", "module", "class", "text"), str),
-    "micro_batch": int,
-    **dict.fromkeys(("input", "output"), tuple[float, float]),
-}
-WINDOW: dict[str, Any] = get_type_hints(Record) | {"first": FIRST, "step": int}
-del WINDOW["index"], WINDOW["names"]
-END: dict[str, Any] = get_type_hints(End)
-
-
-def _converted(value: Any, kind: Any) -> Any:
-    """A value from JSON as the type of a field."""
-    if isinstance(kind, dict):
-        return _read(value, kind)
-    parts = get_args(kind)
-    if NoneType in parts:
-        return None if value is None else _converted(value, parts[0])
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError("expected a list")
-        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
-        return tuple(_converted(v, k) for v, k in zip(value, kinds, strict=True))
-    if kind is int and not (type(value) is int and 0 <= value <= 2**53):
-        raise ValueError("expected an integer from 0")
-    return kind(value)
-
-
-def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
-    """The values of an object by their types, without those that are null."""
-    known = {key: kind for key, kind in kinds.items() if line.get(key) is not None}
-    return {key: _converted(line[key], kind) for key, kind in known.items()}
+def _number(value: Any) -> Any:
+    """What :func:`_finite` was given."""
+    if isinstance(value, list):
+        return tuple(map(_number, value))
+    return float(value) if isinstance(value, str) else value
 
 
 def _read_window(line: dict[str, Any], names: Names) -> Record:
-    values = {"grad_norm": None} | _read(line, WINDOW)
-    if "first" in values:  # a reader finds every key, whoever wrote the file
-        values["first"] = {k: "" if t is str else None for k, t in FIRST.items()} | values["first"]
+    values = {name: line[name] for name in (*DEFAULTS, "norms") if name in line}
+    values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items() if k != "first"}
+    if (first := line.get("first")) is not None:
+        first |= {each: _number(first[each]) for each in ("input", "output")}
     if names and "norms" in values and len(values["norms"]) != len(names):
         raise ValueError(f"{len(values['norms'])} norms of {len(names)} names")
-    return Record(index=values.pop("step"), names=names, **values)
+    return Record(index=line["step"], names=names, first=first, **values)
 
 
 def _read_start(line: dict[str, Any]) -> Start:
-    if (version := _converted(line["format"], int)) != FORMAT:
+    facts = dict(line)
+    if (version := facts.pop("format")) != FORMAT:
         return Start(version)  # the other keys may mean something else there
-    facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
-    datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {key: _setting(value) for key, value in line.get("settings", {}).items()}
+    del facts["kind"]
+    settings, changed = facts.pop("settings", {}), tuple(facts.pop("changed", ()))
     return Start(version, facts, settings, changed)
-
-
-def _setting(value: Any) -> Any:
-    """A number or null as it is, a list of texts, or a text."""
-    if isinstance(value, list):
-        return list(map(str, value))
-    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
-    return value if value is None or is_number else str(value)
 
 
 def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
@@ -256,13 +216,12 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
             case "start":
                 return _read_start(value)
             case "names":
-                found: Names = _converted(value["names"], Names)
-                return found
+                return tuple(value["names"])
             case "noted":
-                noted = {name: float(number) for name, number in value["values"].items()}
-                return Noted(noted, str(value.get("mistake", "")))
+                noted = {name: _number(number) for name, number in value["values"].items()}
+                return Noted(noted, value.get("mistake", ""))
             case "end":
-                return End(**_read(value, END))
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+                return End(value.get("time", 0.0), value.get("error"))
+    except (KeyError, TypeError, ValueError) as error:
         raise BrokenLineError(f"a {value['kind']} line: {str(error)[:120]}") from None
     return None

@@ -76,7 +76,7 @@ def run_with(texts: list[str], path: Path) -> Path:
         t.start(
             package=texts[0], device=texts[1], precision=texts[2], torch=texts[3],
             accelerate=texts[4], note=texts[5],
-            settings={"step_mode": "overlap", "growth_interval": texts[6], "min_scale": texts[7]}
+            settings={"step_mode": "overlap", "growth_interval": texts[6]}
             | {text: texts[i - 1] for i, text in enumerate(texts)},
         ),
         t.names(texts),

@@ -316,7 +316,6 @@ def test_a_setting_is_written_as_the_run_was_set(set_in: str, modules: str, heal
     ("settings", "remedy"),
     [
         ({"fp32_modules": ["*.wo"]}, "; or, by name, fp32_modules=['*.wo', 'a.act']."),
-        ({"fp32_modules": 5}, "; or, by name, fp32_modules=['a.act']."),
         ({"fp32_modules": ["*a"]}, "keeps in float32 what overflows at any scale."),
         ({"heal": True}, "heal has found no cure, as the log says. Train in bfloat16 or float32."),
     ],

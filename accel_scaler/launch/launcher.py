@@ -164,8 +164,7 @@ def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) ->
 
 def _processes(merged: Any) -> tuple[int, int]:
     """How many processes are asked for, and how many Accelerate starts, on all machines."""
-    text = str(merged.num_processes or 1)  # a file may hold a text
-    asked = int(text) if text.isdecimal() else 1
+    asked = int(merged.num_processes or 1)  # a file may hold a text
     several = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
     is_one = merged.cpu or not any(getattr(merged, flag) for flag in several)
     return asked, 1 if is_one and merged.mpirun_hostfile is None else asked

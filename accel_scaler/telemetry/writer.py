@@ -158,8 +158,8 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Raise ``ConfigError`` for a path that cannot be written, for anything but a regular file, and
-    for a file of another kind or format. Creates nothing."""
+    """Raise ``ConfigError`` for a path that cannot be written, and for a file of another kind or
+    format. Creates nothing."""
     path, reason = os.path.expanduser(path), ""
     other = "it exists and is not a telemetry file, so nothing was appended"
     try:
@@ -167,8 +167,6 @@ def refuse_unwritable(path: str) -> None:
             folder = next(filter(os.path.exists, map(str, Path(path).absolute().parents)))
             if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
                 reason = f"nothing can be made in {folder!r}"
-        elif not os.path.isfile(path):  # writing to a pipe would wait for its reader
-            reason = "it is no regular file"
         else:
             with io.FileIO(path, "a+") as file:
                 file.seek(0)

@@ -135,17 +135,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_launch(tmp_path: Path)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
-    """A plain ``open`` waits until somebody reads, for ever where nobody does."""
-    path = tmp_path / "run.jsonl"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(ConfigError, match=rf"{path}.*no regular file.*another path"):
-        Journal(str(path), FACTS)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
-
-
 class Disk:
     """``os.write`` onto a disk that may be full after some more bytes, a few at a time."""
 

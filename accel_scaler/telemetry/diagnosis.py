@@ -30,7 +30,6 @@ FAR = 10.0
 by less, in a GAN or with a term whose weight grows."""
 KEPT_NORMS = 20
 """The last norms, kept for their median."""
-MAX_MISTAKES = 5
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
 """``untrained``: every window was skipped. ``stuck``: every window at the end was. ``diverged``:
@@ -143,7 +142,7 @@ class Diagnosis:
         self.streak = 0
         """Skipped windows in a row, up to the last window."""
         self.mistakes: list[str] = []
-        """At most ``MAX_MISTAKES`` mistakes of the script, each with the remedy."""
+        """Mistakes of the script, each with the remedy."""
 
     def begin(self, start: Start) -> None:
         last = self.sessions[-1] if self.sessions else None
@@ -154,7 +153,7 @@ class Diagnosis:
         self.sessions.append(Session(start, self.last_x + 1 if self.windows else 0))
 
     def add_mistake(self, text: str) -> None:
-        if text and text not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
+        if text and text not in self.mistakes:
             self.mistakes.append(text)
 
     def end(self, end: End) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .console import plain
-from .errors import AccelScalerError, ConfigError
+from .errors import AccelScalerError
 from .version import __version__
 
 EXAMPLE = """\
@@ -49,11 +49,6 @@ def _run(argv: list[str]) -> int:
         from .launch.launcher import main as launch
 
         return launch(argv[1:])
-    if argv[:1] == ["config"]:
-        raise ConfigError(
-            "config: the command is gone. `accel-scaler launch --dry_run` with the flags that you "
-            "want prints the section for your config file."
-        )
     parser = argparse.ArgumentParser(
         prog="accel-scaler",
         description="Check Accelerate's optimizer step: launch a script, report on its run.",

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 from .config_file import read_config
-from .errors import AccelScalerError, ConfigError, shown
+from .errors import ConfigError, shown
 
 ENV_PREFIX = "ACCEL_SCALER_"
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -31,7 +31,8 @@ ends before, in most sound runs."""
 SET_IN = "ACCELSCALER_SET_IN"
 """The variable in which ``accel-scaler launch`` says how a run is set: ``flags``, or the path of a
 config file."""
-TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+SWITCHES = dict.fromkeys(("true", "1", "yes", "on"), True)
+SWITCHES |= dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 def is_number(value: Any) -> bool:
@@ -45,50 +46,44 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 2.0**-149 <= value <= MAX_FLOAT32
 
 
-def is_factor(value: Any) -> bool:
-    """Whether ``value`` is a text such as ``"4x"``."""
-    return isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?x", value) is not None
+def is_norm(value: Any) -> bool:
+    """Whether ``value`` is positive, or a text such as ``"4x"`` of 1 or more."""
+    factor = re.fullmatch(r"(\d+(\.\d+)?)x", value) if isinstance(value, str) else None
+    return is_positive(value) if factor is None else float(factor[1]) >= 1.0
 
 
 class Kind(NamedTuple):
-    """The values that a field takes, in words and as a check, and how a text becomes one."""
+    """The values that a field takes, in words and as a check, and how a text without spaces around
+    it becomes one."""
 
     allowed: str
     check: Callable[[Any], bool]
-    convert: Callable[[str], Any] = str.strip
+    convert: Callable[[str], Any] = str
 
 
 def optional(kind: Kind) -> Kind:
     return Kind(
         f"{kind.allowed}, or none",
         lambda value: value is None or kind.check(value),
-        lambda text: None if text.strip().lower() in NONE else kind.convert(text),
+        lambda text: None if text.lower() in NONE else kind.convert(text),
     )
 
 
-def count(least: int) -> Kind:
-    """An integer; the largest one is exact as a float."""
-    text = f"an integer from {least} to 2**53"
-    return Kind(text, lambda value: type(value) is int and least <= value <= 2**53, int)
-
-
-COUNT = count(1)
+COUNT = Kind(
+    "an integer from 1 to 2**53",  # the largest one is exact as a float
+    lambda value: type(value) is int and 1 <= value <= 2**53,
+    int,
+)
 SCALE = Kind("a finite number > 0 (float32)", is_positive, float)
 GROWTH = Kind("a finite number > 1", lambda value: is_number(value) and value > 1, float)
 BACKOFF = Kind("a number in (0, 1)", lambda value: is_number(value) and 0 < value < 1, float)
 SWITCH = Kind(
     "true or false",
     lambda value: isinstance(value, bool),
-    lambda text: (text.strip().lower() in TRUE) if text.strip().lower() in TRUE + FALSE else text,
+    lambda text: SWITCHES.get(text.lower(), text),
 )
-NORM = Kind(
-    "a number > 0, or a factor of at least 1 on the median, such as '4x'",
-    lambda value: is_positive(value) or (is_factor(value) and float(value[:-1]) >= 1.0),
-    lambda text: text.strip() if is_factor(text.strip()) else float(text),
-)
+NORM = Kind("a number > 0, or a factor of at least 1 on the median, such as '4x'", is_norm, float)
 BYTES = {unit: 1024**n for n, unit in enumerate(("", "K", "M", "G", "T"))}
-
-
 COUNTS = {unit: 1000**n for n, unit in enumerate(("", "K", "M", "B", "T"))}
 
 
@@ -289,7 +284,12 @@ class ScalerConfig:
     def arguments() -> type[Any]:
         """A dataclass for ``transformers.HfArgumentParser``, beside TrainingArguments: a flag for
         each field, with its help. The parser makes a ScalerConfig of it."""
-        fields = [(name, _flag_type(name), _flag_of(name)) for name in FIELDS]
+        hints, fields = get_type_hints(ScalerConfig), []
+        for name, spec in FIELDS.items():
+            # The parser converts by the type; a text is left to the field's check.
+            kind = hints[name] if hints[name] in (int, float, bool) else str
+            flag = field(default=spec.default, metadata={"help": help_of(name)})
+            fields.append((name, kind, flag))
         namespace = {"__new__": lambda _, **values: ScalerConfig(**values)}
         return dataclasses.make_dataclass("ScalerArguments", fields, namespace=namespace)
 
@@ -346,18 +346,9 @@ Source = tuple[str, Mapping[str, Any]]
 """A name of a source for messages, and its values by field; texts are converted."""
 
 
-def merge(
-    *sources: Source, refused: list[AccelScalerError] | None = None
-) -> tuple[ScalerConfig, dict[str, str]]:
+def merge(*sources: Source) -> tuple[ScalerConfig, dict[str, str]]:
     """The config of these sources, of which a later one takes precedence, and the source of each
-    field that has one. Every value is checked, used or not. ``refused`` takes every refusal, with
-    its source; without it the first one is raised."""
-
-    def refuse(text: str) -> None:
-        if refused is None:
-            raise ConfigError(text)
-        refused.append(ConfigError(text))
-
+    field that has one. Every value is checked, used or not; a refusal names its source."""
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for source, given in sources:
@@ -365,13 +356,12 @@ def merge(
             try:
                 values[name], origin[name] = checked(name, value), source
             except ConfigError as error:
-                refuse(f"{source}: {error}")
+                raise ConfigError(f"{source}: {error}") from None
     try:
         return ScalerConfig(**values), origin
     except ConfigError as error:  # fields that contradict each other
         where = [f"{name}: {origin[name]}" for name in origin if f"{name}=" in str(error)]
-        refuse(f"{error} ({'; '.join(where)})")
-    return ScalerConfig(), origin
+        raise ConfigError(f"{error} ({'; '.join(where)})") from None
 
 
 def environment(environ: Mapping[str, str]) -> Source:
@@ -389,6 +379,7 @@ def checked(name: Any, value: Any) -> Any:
         raise ConfigError(f"unknown field {shown(name)}. {suggestion(str(name), FIELDS, fields)}")
     kind = KINDS[name]
     if isinstance(value, str):
+        value = value.strip()
         with suppress(ValueError):  # what cannot be converted is refused as it is
             value = kind.convert(value)
     refuse_retired(f"{name}={value!r}")
@@ -425,16 +416,6 @@ def suggestion(written: str, known: Iterable[str], otherwise: str) -> str:
 def help_of(name: str) -> str:
     """The meaning of a field, and the values that it takes."""
     return f"{ABOUT[name]} Takes {KINDS[name].allowed}."
-
-
-def _flag_of(name: str) -> Any:
-    return field(default=FIELDS[name].default, metadata={"help": help_of(name)})
-
-
-def _flag_type(name: str) -> Any:
-    """The type by which HfArgumentParser converts a flag; a text is left to the field's check."""
-    hint = get_type_hints(ScalerConfig)[name]
-    return hint if hint in (int, float, bool) else str
 
 
 def _text(value: Any) -> str:

@@ -18,8 +18,6 @@ DESCRIPTION = (
     "outranks a variable ACCEL_SCALER_<NAME>, which outranks the file's section `accel_scaler:`. "
     "A step is one optimizer step with all of its micro-batches."
 )
-
-
 USAGE = "accel-scaler launch [flags] script.py [arguments of the script]"
 
 
@@ -39,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("The launcher")
     for flag, about in (
         ("no_attach", "Attach nothing; the script may call attach itself."),
-        ("dry_run", "Start nothing; print every setting with its source, and every refusal."),
+        ("dry_run", "Start nothing; print every setting with its source, or what is refused."),
     ):
         group.add_argument(f"--{flag}", dest=DEST + flag, action="store_true", help=about)
 

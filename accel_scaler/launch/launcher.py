@@ -42,7 +42,7 @@ from ..config import (
 from ..config_file import PACKAGE, as_section, find_config, read_config, shipped_configs
 from ..console import plain, say, written
 from ..devices import present_type
-from ..errors import AccelScalerError, ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..integrations import SCALE_SETTINGS, scaled_elsewhere
 from ..telemetry import path_of, refuse_unwritable
 from .flags import DEST, USAGE, add_flags, own_parser
@@ -89,12 +89,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``accel-scaler launch``; returns the exit status of the job. Raises the first refusal, an
-    ``AccelScalerError``, before anything starts; a dry run prints all refusals."""
+    """Run ``accel-scaler launch``; returns the exit status of the job. Raises an
+    ``AccelScalerError`` before anything starts."""
     args, ours = parse(argv)
-    refused: list[AccelScalerError] = []
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        config, sources, merged = prepare(args, ours, Path(folder), refused)
+        config, sources, merged = prepare(args, ours, Path(folder))
         asked, started = _processes(merged)
         if started < asked and not args.quiet:
             text = (
@@ -105,13 +104,12 @@ def main(argv: Sequence[str]) -> int:
             print("accel-scaler: warning:", text, file=sys.stderr)
         if ours.dry_run:
             _say_settings(config, sources, merged)
-            for error in refused:
-                print("accel-scaler: error:", plain(" ".join(str(error).split())), file=sys.stderr)
-            return 2 if refused else 0
-        if refused:
-            raise refused[0]
+            return 0
         if not args.quiet:
-            changed = [f"{name}={getattr(config, name)!r} ({sources[name]})" for name in sources]
+            texts: dict[str, list[str]] = {}
+            for name, source in sources.items():
+                texts.setdefault(source, []).append(f"{name}={getattr(config, name)!r}")
+            changed = [f"{', '.join(each)} ({source})" for source, each in texts.items()]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             what += f"; mixed_precision={merged.mixed_precision!r}"
@@ -122,35 +120,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def prepare(
-    args: argparse.Namespace,
-    ours: argparse.Namespace,
-    folder: Path,
-    refused: list[AccelScalerError],
+    args: argparse.Namespace, ours: argparse.Namespace, folder: Path
 ) -> tuple[ScalerConfig, dict[str, str], argparse.Namespace]:
     """The settings of a launch, the sources of the changed ones, and Accelerate's arguments with
-    its config file, if it takes them.
-
-    ``folder`` takes a config file without our section, which replaces the one in Accelerate's
-    ``args``; ``refused`` takes every refusal. Raises ``ConfigError`` for an unreadable config file.
-    """
+    its config file. ``folder`` takes a config file without our section, which replaces the one in
+    Accelerate's ``args``."""
     flags = {name: text for name in FIELDS if (text := getattr(ours, name)) is not None}
     file = _take_section(args, folder)
-    given = (*file, environment(os.environ), ("command line", flags))
-    config, sources = merge(*given, refused=refused)
+    config, sources = merge(*file, environment(os.environ), ("command line", flags))
     script = args.training_script
     if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
-        text = f"the script {script!r} does not exist (from {os.getcwd()})."
-        refused.append(ConfigError(text))
-    merged = args
-    try:
-        merged = _merged_by_accelerate(args)
-        if not ours.no_attach:
-            _refuse_unsuitable(merged)
-        # Ranks on other hosts write only to a path with {rank}.
-        if (path := path_of(config, merged.machine_rank or 0)) is not None:
-            refuse_unwritable(path)
-    except AccelScalerError as error:
-        refused.append(error)
+        raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
+    merged = _merged_by_accelerate(args)
+    if not ours.no_attach:
+        _refuse_unsuitable(merged)
+    # Ranks on other hosts write only to a path with {rank}.
+    if (path := path_of(config, merged.machine_rank or 0)) is not None:
+        refuse_unwritable(path)
     return config, sources, merged
 
 
@@ -162,9 +148,13 @@ def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) ->
         "num_processes": (_processes(merged)[1], "Accelerate"),
     }
     hidden = () if merged.mixed_precision == "fp16" else FP16_ONLY
+    refused = {*SCALE_SETTINGS} & config.changed().keys()
     for name, value in dataclasses.asdict(config).items():
+        source = sources.get(name, "default")
+        if name in hidden:
+            source += "; refused without fp16" if name in refused else "; fp16 only"
         if name in sources or name not in hidden:
-            rows[name] = value, sources.get(name, "default") + "; fp16 only" * (name in hidden)
+            rows[name] = value, source
     for name, (value, source) in rows.items():
         say(f"{name:<22} {written(value):<12} {source}")
     if sources:
@@ -174,8 +164,7 @@ def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) ->
 
 def _processes(merged: Any) -> tuple[int, int]:
     """How many processes are asked for, and how many Accelerate starts, on all machines."""
-    text = str(merged.num_processes or 1)  # a file may hold a text
-    asked = int(text) if text.isdecimal() else 1
+    asked = int(merged.num_processes or 1)  # a file may hold a text
     several = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
     is_one = merged.cpu or not any(getattr(merged, flag) for flag in several)
     return asked, 1 if is_one and merged.mpirun_hostfile is None else asked
@@ -197,8 +186,8 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")
-    args.config_file = str(path if rest is None else copy)
-    return [(str(path), section)]
+    name, args.config_file = args.config_file or str(path), str(path if rest is None else copy)
+    return [(name, section)]
 
 
 def _merged_by_accelerate(args: argparse.Namespace) -> Any:
@@ -243,7 +232,7 @@ def _refuse_unsuitable(merged: Any) -> None:
 
 def _set_in(sources: Mapping[str, str]) -> str:
     """The place to change a setting of this launch: ``flags``, or a file outside the package."""
-    files = set(sources.values()).difference(map(str, shipped_configs().values()))
+    files = {*sources.values()} - shipped_configs().keys()
     return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
 
 

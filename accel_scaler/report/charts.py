@@ -9,7 +9,7 @@ from typing import Literal
 
 from ..console import counted
 from ..telemetry import LARGEST
-from .run import Run
+from .reader import Run
 
 Numbers = list[float | None]
 MAX_RATES = 4
@@ -62,24 +62,18 @@ class Chart:
 
 def charts(run: Run) -> list[Chart]:
     """Every chart for which there is data, in the order of the page."""
-    bins = run.bins.done
-    skipped = _marks(counted(run.skips, "skipped step"), [b.skips for b in bins], edge="bottom")
-    spikes = [mean.count for mean in run.bins.means("spike")]
-    spiked = _marks(counted(run.kinds["spike"], "skipped spike"), spikes, "warn")
-    again = [mean.count for mean in run.bins.means("retried")]
-    retried = _marks(f"{counted(run.retried, 'step')} run again", again, "warn")
-    bad_loss, bad_norm = (
-        _marks("inf or NaN", [mean.bad for mean in run.bins.means(name)])
-        for name in ("loss", "norm")
-    )
+    skipped = _marks(run, "skipped", counted(run.skips, "skipped step"), edge="bottom")
+    spiked = _marks(run, "spike", counted(run.kinds["spike"], "skipped spike"), "warn")
+    retried = _marks(run, "retried", f"{counted(run.retried, 'step')} run again", "warn")
+    bad_loss, bad_norm = (_marks(run, name, "inf or NaN", of="bad") for name in ("loss", "norm"))
     if norm := _lines(run, "norm", "norm", is_log=True):
-        norm += _limit("clipped above", [b.max_norm for b in bins])
+        norm += _limit("clipped above", [mean.last for mean in run.bins.means("limit")])
     if largest := _lines(run, "largest", "largest gradient", is_log=True):
-        largest += _limit("end of float16", [LARGEST] * len(bins))
+        largest += _limit("end of float16", [LARGEST] * len(run.bins.ends))
+    hides = run.hidden > 0
     if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
         times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
-        waits = _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3)
-        times += waits if run.hides else []
+        times += _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3) if hides else []
     loss = run.bins.of_all("loss")
     is_wide = loss.low > 0 and loss.high > WIDE * loss.low
     found = [
@@ -121,7 +115,7 @@ def charts(run: Run) -> list[Chart]:
             "Step time (ms)",
             "The time from the end of one step to the end of the next, and of the optimizer's "
             "update"
-            + ", and of the training thread's wait for it. The rest was hidden" * run.hides
+            + ", and of the training thread's wait for it. The rest was hidden" * hides
             + ".",
             "linear",
             times,
@@ -152,7 +146,7 @@ def _lines(
     run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
 ) -> list[Line]:
     """A line of the bins' means, of a scale's last numbers, times ``unit``; no line where there are
-    no numbers. ``name`` is one of ``SERIES``."""
+    no numbers."""
     means, is_scale = run.bins.means(name), name == "scale"
 
     def drawn(values: Numbers) -> Numbers:
@@ -174,10 +168,15 @@ def _limit(label: str, values: Sequence[float | None]) -> list[Line]:
 
 
 def _marks(
-    label: str, counts: Sequence[int], hue: str = "bad", edge: Literal["top", "bottom"] = "top"
+    run: Run,
+    name: str,
+    label: str,
+    hue: str = "bad",
+    edge: Literal["top", "bottom"] = "top",
+    of: Literal["count", "bad"] = "count",
 ) -> list[Marks]:
-    """Mark the bins whose count is above 0; nothing where there are none."""
-    bins = [index for index, count in enumerate(counts) if count]
+    """Mark the bins in which a series has numbers, or bad ones; nothing where there are none."""
+    bins = [index for index, mean in enumerate(run.bins.means(name)) if getattr(mean, of)]
     return [Marks(label, bins, hue, edge)] if bins else []
 
 
@@ -185,7 +184,8 @@ def _rates(run: Run) -> list[Line]:
     """The learning rate of each group; groups with equal rates share a line."""
     seen: dict[tuple[float | None, ...], list[str]] = {}
     for group in range(MAX_RATES):
-        rates = tuple(_drawable(dict(enumerate(b.lr)).get(group)) for b in run.bins.done)
+        each = (dict(enumerate(run.bins.lr[last])) for _, last in run.bins.ends)
+        rates = tuple(_drawable(found.get(group)) for found in each)
         if any(rate is not None for rate in rates):
             seen.setdefault(rates, []).append(str(group))
     return [

@@ -9,12 +9,9 @@ from pathlib import Path
 
 from ..console import say
 from ..errors import ConfigError
-from ..telemetry import verdict
-from .findings import find
 from .html import html_page
-from .key_numbers import key_numbers
 from .reader import read_run
-from .run import Run
+from .summary import in_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,18 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("file", metavar="run.jsonl", help="the telemetry file")
     to = "where to write the page (default: report.html)"
-    parser.add_argument("-o", "--output", metavar="PATH", help=to)
-    parser.add_argument("--text", action="store_true", help="print the summary and write nothing")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-o", "--output", metavar="PATH", help=to)
+    where.add_argument("--text", action="store_true", help="print the summary and write nothing")
 
 
 def run(args: argparse.Namespace) -> int:
     """Make the report that ``add_arguments`` describes; 0 when it is there. Raises ``ConfigError``
     for a file that is not telemetry, and an output that cannot be written."""
-    file = args.file
-    if args.text and args.output:
-        raise ConfigError("report: --text prints, -o writes; give one of the two.")
-    run = read_run(file)
-    if args.output and os.path.exists(args.output) and os.path.samefile(args.output, file):
+    run = read_run(args.file)
+    if args.output and os.path.exists(args.output) and os.path.samefile(args.output, args.file):
         raise ConfigError(f"report: {args.output} is the file to read; write elsewhere.")
     if not run.windows:
         print(f"{run.label}: no steps in this file.", file=sys.stderr)
@@ -53,18 +48,3 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     say(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
-
-
-def in_words(run: Run) -> str:
-    """A heading, the verdict, key numbers, then a paragraph a finding."""
-    lines = [run.label, "=" * min(len(run.label), 80), verdict(run, is_file=True), ""]
-    numbers = key_numbers(run)
-    width = max(len(each.name) for each in numbers)
-    for each in numbers:
-        more = f"; {each.more}" if each.more else ""
-        lines.append(f"{each.name:<{width}}  {each.value}{more}")
-    marks = {"bad": "[!!]", "warn": "[! ]", "note": "[  ]", "good": "[ok]"}
-    for finding in find(run):
-        lines += ["", f"{marks[finding.level]} {finding.title}"]
-        lines += [f"     {finding.text}"] if finding.text else []
-    return "\n".join(lines)

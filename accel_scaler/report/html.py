@@ -17,9 +17,8 @@ from typing import Any
 from ..console import plain, written
 from ..telemetry import Start, verdict
 from .charts import Chart, charts
-from .findings import find
-from .key_numbers import TILES, key_numbers
-from .run import Run
+from .reader import Run
+from .summary import TILES, find, key_numbers
 
 WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 
@@ -40,7 +39,7 @@ def html_page(run: Run) -> str:
     script = _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
     return Template(_asset("page.html")).substitute(
         title=escape(f"Optimizer steps: {run.label}"),
-        body="\n".join(body),
+        body=plain("\n".join(body)),
         data=page_data(run, found),
         style=style,
         style_hash=_hash(style),
@@ -52,10 +51,10 @@ def html_page(run: Run) -> str:
 def page_data(run: Run, charts: Sequence[Chart]) -> str:
     """The script's data as JSON that stands safely inside a ``<script>``: ASCII, without ``<``,
     ``>`` and ``&``."""
-    bins = run.bins.done
+    x, ends = run.bins.x, run.bins.ends
     data = {
-        "x": [b.x for b in bins],
-        "last": [b.last_x for b in bins],
+        "x": [x[first] for first, _ in ends],
+        "last": [x[last] for _, last in ends],
         "sessions": [session.first_x for session in run.sessions],
         "charts": [asdict(chart) for chart in charts],
     }
@@ -146,7 +145,7 @@ def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) ->
 def _settings(run: Run) -> str:
     """Two tables: the run with its versions, and its settings."""
     last = run.sessions[-1].start if run.sessions else Start()
-    where, known = {"file": plain(run.path)}, dict(last.facts)
+    where, known = {"file": run.path}, dict(last.facts)
     if "unix_time" in known:
         started = datetime.fromtimestamp(known.pop("unix_time"), timezone.utc)
         where["started"] = f"{started:%Y-%m-%d %H:%M} UTC"

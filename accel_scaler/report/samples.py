@@ -1,33 +1,29 @@
-"""Bounded samples of a long run: bins of its windows, and the extremes of its modules."""
+"""The numbers of a run's windows, in bins for the charts, and the extremes of its modules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..telemetry import Record
 
 MAX_BINS = 1024
-MAX_MODULES = 1 << 16
 SHOWN_MODULES = 3
-SERIES = ("loss", "scale", "norm", "spike", "retried", "largest", "seconds", "update", "waited")
-"""``spike``: norms skipped as spikes; ``retried``: ``Record.first_scale``; ``largest``:
-``Record.largest_gradient``; ``seconds``: from the end of the window before, not of a session's
-first; ``update`` and ``waited``: seconds."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Mean:
     """Mean, range and count of the finite numbers of a series."""
 
-    low: float = math.inf
-    high: float = -math.inf
-    total: float = 0.0
-    count: int = 0
-    bad: int = 0
+    low: float
+    high: float
+    total: float
+    count: int
+    bad: int
     """How many numbers were inf or NaN; ``count`` is of the others."""
-    last: float | None = None
+    last: float | None
     """The last number, finite or not; None if there was no number."""
 
     @property
@@ -35,85 +31,69 @@ class Mean:
         """The mean of the finite numbers; None if there are none, or their sum overflows."""
         return self.total / self.count if self.count and math.isfinite(self.total) else None
 
-    @classmethod
-    def of(cls, value: float | None) -> Mean:
-        """The ``Mean`` of one number, or of no number for None."""
-        if value is None:
-            return cls()
-        if not math.isfinite(value):
-            return cls(bad=1, last=value)
-        return cls(value, value, value, count=1, last=value)
 
-    def merge(self, later: Mean) -> None:
-        """Add the numbers of a later part."""
-        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
-        self.total += later.total
-        self.count += later.count
-        self.bad += later.bad
-        self.last = self.last if later.last is None else later.last
-
-
-@dataclass(slots=True)
-class Bin:
-    """A few windows in a row, ``x`` to ``last_x`` (numbers of windows over all sessions)."""
-
-    x: int
-    last_x: int
-    windows: int
-    skips: int
-    max_norm: float | None
-    """The clipping threshold of the last window that had one."""
-    lr: tuple[float | None, ...]
-    """The learning rate of each group in the last window."""
-    series: dict[str, Mean]
-
-    def merge(self, later: Bin) -> None:
-        """Add the next bin."""
-        self.last_x, self.lr = later.last_x, later.lr
-        self.windows += later.windows
-        self.skips += later.skips
-        self.max_norm = self.max_norm if later.max_norm is None else later.max_norm
-        for name, mean in self.series.items():
-            mean.merge(later.series[name])
+def mean_of(values: Iterable[float | None]) -> Mean:
+    """The ``Mean`` of those numbers that are there."""
+    known = [value for value in values if value is not None]
+    finite = [value for value in known if math.isfinite(value)]
+    low, high = min(finite, default=math.inf), max(finite, default=-math.inf)
+    bad, last = len(known) - len(finite), known[-1] if known else None
+    return Mean(low, high, sum(finite), len(finite), bad, last)
 
 
 class Bins:
-    """At most ``MAX_BINS`` bins of equal width; neighbours merge when there are too many."""
+    """The numbers of every window, some 400 bytes each; at most ``MAX_BINS`` bins of equal width,
+    a few windows in a row."""
 
     def __init__(self) -> None:
-        self.width = 1
-        self.done: list[Bin] = []
+        self.x: list[int] = []
+        """The numbers of windows over all sessions."""
+        self.lr: list[tuple[float | None, ...]] = []
+        """The learning rates of the groups."""
+        self.series: defaultdict[str, list[float | None]] = defaultdict(list)
 
     def include(self, x: int, record: Record, seconds: float | None = None) -> None:
-        """Add the next window, which ended ``seconds`` after the one before."""
-        times = (None if us is None else us / 1e6 for us in (record.optimizer_us, record.waited_us))
-        retried = record.first_scale if record.retries and not record.skipped else None
-        spike = record.grad_norm if record.spike and not record.found_inf else None
-        found = (record.loss, record.scale, record.grad_norm, spike, retried)
-        means = map(Mean.of, (*found, record.largest_gradient, seconds, *times))
-        series = dict(zip(SERIES, means, strict=True))
-        new, done = Bin(x, x, 1, int(record.skipped), record.max_norm, record.lr, series), self.done
-        if done and done[-1].windows < self.width:
-            done[-1].merge(new)
-            return
-        if len(done) == MAX_BINS:
-            for first, second in zip(done[::2], done[1::2], strict=True):
-                first.merge(second)
-            del done[1::2]
-            self.width *= 2
-        done.append(new)
+        """Add the next window, which ended ``seconds`` after the one before; None for the first
+        window of a session."""
+        self.x.append(x)
+        self.lr.append(record.lr)
+        norm, limit = record.grad_norm, math.inf if record.max_norm is None else record.max_norm
+        numbers = {
+            "loss": record.loss,
+            "scale": record.scale,
+            "norm": norm,
+            "limit": record.max_norm,
+            "clipped": None if norm is None or not norm + limit < math.inf else float(norm > limit),
+            "largest": record.largest_gradient,
+            "skipped": record.scale if record.skipped else None,
+            "spike": norm if record.spike and not record.found_inf else None,
+            "retried": record.first_scale if record.retries and not record.skipped else None,
+            "seconds": seconds,
+            "update": None if record.optimizer_us is None else record.optimizer_us / 1e6,
+            "waited": None if record.waited_us is None else record.waited_us / 1e6,
+        }
+        for name, value in numbers.items():
+            self.series[name].append(value)
+
+    @property
+    def width(self) -> int:
+        """The windows of a bin; the last one may have fewer."""
+        return max(math.ceil(len(self.x) / MAX_BINS), 1)
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """The places of the first and the last window of each bin."""
+        starts = range(0, len(self.x), self.width)
+        return [(start, min(start + self.width, len(self.x)) - 1) for start in starts]
 
     def means(self, name: str) -> list[Mean]:
-        """The mean of each bin; ``name`` is one of ``SERIES``."""
-        return [each.series[name] for each in self.done]
+        """The mean of a series in each bin."""
+        return [mean_of(self.series[name][first : last + 1]) for first, last in self.ends]
 
     def of_all(self, name: str, first_x: int = 0) -> Mean:
-        """The mean over all windows without the bins before ``first_x``."""
-        found = Mean()
-        for each in self.done:
-            if each.last_x >= first_x:
-                found.merge(each.series[name])
-        return found
+        """The mean over all windows from ``first_x`` on."""
+        pairs = zip(self.x, self.series[name], strict=True)
+        return mean_of(value for x, value in pairs if x >= first_x)
 
 
 @dataclass(slots=True)
@@ -131,7 +111,7 @@ class Module:
 
 
 class Modules:
-    """At most ``MAX_MODULES`` modules by their names, in the order of the model."""
+    """The modules by their names, in the order of the model."""
 
     def __init__(self) -> None:
         self.found: dict[str, Module] = {}
@@ -143,7 +123,8 @@ class Modules:
         """Add the norms of the next window."""
         if record.names is not self._names:
             self._names = record.names
-            self._each = [self._of(name.rpartition(".")[0] or name) for name in record.names]
+            modules = [name.rpartition(".")[0] or name for name in record.names]
+            self._each = [self.found.setdefault(name, Module()) for name in modules]
         for module, norm in zip(self._each, record.norms or (), strict=True):
             if module.largest < norm < math.inf:
                 module.largest, module.largest_x = norm, x
@@ -158,8 +139,3 @@ class Modules:
         nearest to the output comes first: from there a backward spreads inf and NaN."""
         some = [(name, module) for name, module in reversed(self.found.items()) if value(module)]
         return sorted(some, key=lambda each: -value(each[1]))[:SHOWN_MODULES]
-
-    def _of(self, name: str) -> Module:
-        if name not in self.found and len(self.found) == MAX_MODULES:
-            return Module()
-        return self.found.setdefault(name, Module())

@@ -12,10 +12,8 @@ from ..devices import on_stream, pinned_zeros
 
 COPIED = 256 << 20
 """Bytes of one copy that is timed."""
-NARROWEST, WIDEST = 256, 8192
-"""Widths of the matrices that are multiplied."""
-LONG_ENOUGH = 2e-3
-"""Seconds of a product beside which the time to launch it is small."""
+WIDTH = 8192
+"""Of the matrices that are multiplied, so large that the time to launch their product is small."""
 
 
 class Copies(NamedTuple):
@@ -39,10 +37,8 @@ def copies(device: torch.device) -> Copies:
             for way in ways:
                 with on_stream(streams[way]):
                     pairs[way][0].copy_(pairs[way][1], non_blocking=True)
-            for way in ways:
-                streams[way].synchronize()
 
-        return COPIED * len(ways) / best(copy) / 1e9
+        return COPIED * len(ways) / best(copy, device) / 1e9
 
     try:
         is_pinned = all(memory.is_pinned() for memory in host)
@@ -53,28 +49,19 @@ def copies(device: torch.device) -> Copies:
 
 
 def tflops(device: torch.device) -> float:
-    """TFLOP/s of a product of float16 matrices, the best of five. Their width doubles until one
-    product takes long enough to be timed. Synchronises with the device."""
-    width = NARROWEST
-    while True:
-        a, b = torch.rand(2, width, width, device=device).half()
-
-        def multiply(a: torch.Tensor = a, b: torch.Tensor = b) -> None:
-            torch.mm(a, b)
-            torch.accelerator.synchronize()
-
-        seconds = best(multiply)
-        if seconds > LONG_ENOUGH or width >= WIDEST:
-            return 2 * width**3 / seconds / 1e12
-        width *= 2
+    """TFLOP/s of a product of float16 matrices, the best of five. Synchronises with the device."""
+    a, b = torch.rand(2, WIDTH, WIDTH, device=device).half()
+    return 2 * WIDTH**3 / best(lambda: torch.mm(a, b), device) / 1e12
 
 
-def best(function: Callable[[], None]) -> float:
-    """Seconds of the fastest of five calls, after one that does not count."""
+def best(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of five calls with what they enqueue on the device, after one that
+    does not count."""
     found = []
     for _ in range(6):
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
         start = time.perf_counter()
         function()
+        torch.accelerator.synchronize(device)
         found.append(time.perf_counter() - start)
     return min(found[1:])

@@ -60,12 +60,10 @@ def run(args: argparse.Namespace) -> int:
             say(f"starting {args.num_processes} processes ...")
             return _launch(args, first.got.startswith("cpu"))
         found: list[Result] = []
-        for each in in_turn(first, ROWS if parameters is None else SIZING):
-            if not found:
-                say(LINE("row", "status", "result"))
-            for line in [each] if isinstance(each, str) else each.lines():
+        for row in in_turn(first, ROWS if parameters is None else SIZING):
+            for line in [*[LINE("row", "status", "result")] * (not found), *row.lines()]:
                 say(line)
-            found += [] if isinstance(each, str) else [each]
+            found.append(row)
     if found:  # rank 0 has them
         _end(found, args.json, parameters)
     return int(any(row.status == "failed" for row in found))

@@ -20,10 +20,9 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 from ..console import number, plain
 from ..devices import device_name, is_host, present_type, total_memory
 from ..errors import ConfigError, UnsupportedError
-from ..scaling import GradScaler
 from .bus import copies, tflops
 from .sizes import WIDTH
-from .training import WINDOWS, Case, Seen, Window, joined, reference, scaled_by, trained
+from .training import WINDOWS, Case, Seen, Window, joined, reference, trained
 
 CASES = {
     "sync is torch's": Case({}),
@@ -35,7 +34,9 @@ LARGE = 2048, 3072
 """Widths of a model whose state passes through the device in seven stretches."""
 LINE = "{:<25}  {:<7}  {}".format
 RESULT_WIDTH = WIDTH - len(LINE("", "", ""))
-OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
+OFFLOAD, BUS, PRODUCTS = (
+    *("offload equals no offload", "GB/s of offload's copies", "TFLOP/s of products"),
+)
 NOTHING_TO_MOVE = "no accelerator: state is in host memory anyway"
 
 
@@ -86,19 +87,12 @@ def _digest(t: torch.Tensor) -> str:
     return f"{zlib.crc32(t.numpy().tobytes()):08x}"
 
 
-def beside_torchs_scaler(row: str) -> Result:
-    return compare(row, scaled_by(GradScaler), scaled_by(torch.amp.GradScaler))
-
-
 def beside_plain_torch(row: str) -> Result:
     return compare(row, trained(CASES[row]), reference(CASES[row]))
 
 
 def offload(row: str) -> Result:
     """State in host memory beside state on the device, with float32 weights, then with float16."""
-    found = Result(row, "not run", reason=NOTHING_TO_MOVE)
-    if is_host(PartialState().device):
-        return found
     for weights in (torch.float32, torch.float16):
         case = Case({"offload": "cpu"}, True, weights, LARGE)
         found = compare(row, trained(case), trained(case._replace(settings={})))
@@ -110,10 +104,7 @@ def offload(row: str) -> Result:
 def bus(row: str) -> Result:
     """GB/s of copies between host memory and the device, as offload makes them; ranks copy at
     once."""
-    device = PartialState().device
-    if is_host(device):
-        return Result(row, "not run", reason=NOTHING_TO_MOVE)
-    up, down, both, is_pinned = copies(device)
+    up, down, both, is_pinned = copies(PartialState().device)
     return Result(
         row,
         "ok",
@@ -125,10 +116,7 @@ def bus(row: str) -> Result:
 
 def product(row: str) -> Result:
     """TFLOP/s of the device."""
-    device = PartialState().device
-    if is_host(device):
-        return Result(row, "not run", reason=NOTHING_TO_MOVE)
-    found = tflops(device)
+    found = tflops(PartialState().device)
     return Result(row, "ok", f"{found:.3g}, float16", numbers={"tflops": found})
 
 
@@ -164,7 +152,6 @@ def ranks(row: str) -> Result:
 
 
 ROWS: dict[str, Callable[[str], Result]] = {
-    "scaler is torch's": beside_torchs_scaler,
     **dict.fromkeys(CASES, beside_plain_torch),
     OFFLOAD: offload,
     BUS: bus,
@@ -172,13 +159,8 @@ ROWS: dict[str, Callable[[str], Result]] = {
     "save and resume": resume,
     "ranks agree": ranks,
 }
-SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, "TFLOP/s of products": product}
+SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, PRODUCTS: product}
 """The rows from which :mod:`.sizes` says what offload costs."""
-LONG = {
-    OFFLOAD: "four trainings of 6.3 million parameters",
-    BUS: "18 copies of 256 MiB",
-}
-"""Rows that take long on a device, and why."""
 
 
 def device(processes: int) -> Result:
@@ -206,28 +188,21 @@ def device(processes: int) -> Result:
     return Result("device", "ok", f"{found.type}, {device_name(found)}{memory}", reason=versions)
 
 
-def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator[Result | str]:
-    """``first``, then each of ``rows`` at its end, a line of text before one that takes long; on
-    ranks other than 0 nothing."""
-    names = list(rows)
+def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator[Result]:
+    """``first``, then each of ``rows`` at its end; on ranks other than 0 nothing."""
     with joined() as state:
         if state.is_main_process:
             yield first
-        for name in names:
-            if state.is_main_process and name in LONG and not is_host(state.device):
-                yield f"running {name}: {LONG[name]} ..."
-            mine = attempt(name, rows[name])
+        for name, function in rows.items():
+            mine = attempt(name, function)
             try:
                 every: list[Result] = gather_object([mine])
-            except RuntimeError as error:
-                names.clear()  # the ranks are apart: each prints its own row, and no row follows
-                print(
-                    f"rank {state.process_index}:",
-                    *map(plain, mine.lines()),
-                    sep="\n",
-                    file=sys.stderr,
-                )
-                every = [Result(name, "failed", _line(error), "an answer of each rank")]
+            except RuntimeError as error:  # the ranks are apart: each prints its own row
+                told = "\n".join([f"rank {state.process_index}:", *mine.lines()])
+                print(plain(told), file=sys.stderr)
+                if state.is_main_process:
+                    yield Result(name, "failed", _line(error), "an answer of each rank")
+                return
             if state.is_main_process:
                 yield next((each for each in every if each.status == "failed"), mine)
 
@@ -236,6 +211,8 @@ def attempt(name: str, function: Callable[[str], Result]) -> Result:
     """The row on this rank. An exception fails it, unless torch or Accelerate lacks something for
     this device, or, on a device other than a CPU or CUDA, this package refuses."""
     kind = PartialState().device.type
+    if name in (OFFLOAD, *SIZING) and is_host(PartialState().device):
+        return Result(name, "not run", reason=NOTHING_TO_MOVE)
     lacks = () if kind == "cpu" else (NotImplementedError,)
     refuses = () if kind in ("cpu", "cuda") else (UnsupportedError,)
     try:

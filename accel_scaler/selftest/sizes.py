@@ -27,30 +27,18 @@ class Machine(NamedTuple):
 
 
 MACHINES = {"T4": Machine(12, 25), "RTX 4090": Machine(25, 80), "H200": Machine(50, 400)}
-
-
-TITLES = (
-    "GB on the device, stock",
-    "GB on the device, stock with float32 copies",
-    "GB on the device, offload",
-    "GB more within the step, offload",
-    "GB of pinned host memory, offload",
-)
-"""Of the fields of :class:`Memory`."""
-
 COUNTED = (
     "GB are those of one process: weights, gradients and optimizer state. Activations come on top. "
     "Stock updates bfloat16 weights in place; offload updates float32 copies of 16-bit weights, "
     "which rest in host memory, too. All of that host memory moves up and down at each step."
 )
+ASSUMED = (
+    "No bus was measured: GB/s each way, both ways at once, and TFLOP/s of the three machines are "
+    "assumed."
+)
 SECONDS = (
     "A step takes longer by the seconds of both ways at once where nothing is hidden "
     "(offload_budget=0), and by less where something is."
-)
-ASSUMED = (
-    "No bus was measured: GB/s each way, both ways at once, and TFLOP/s of the three machines are "
-    "assumed. A step takes longer by these seconds where nothing is hidden (offload_budget=0), and "
-    "by less where something is."
 )
 TOKENS = (
     "From so many tokens a micro-batch on, the last backward and the next forward take as long as "
@@ -69,13 +57,21 @@ class Memory(NamedTuple):
     stock: int
     """On the device without offload; bfloat16 weights are updated in place."""
     copied: int
-    """The same where 16-bit weights have float32 copies, which are updated."""
     offload: int
-    """On the device with offload, beside the slots."""
     slots: int
     """Of the ring through which state passes in the step, when activations are gone."""
     host: int
-    """Pinned, with offload. So much moves up and down at each step."""
+    """So much moves up and down at each step."""
+
+
+TITLES = (
+    "GB on the device, stock",
+    "GB on the device, stock with float32 copies",
+    "GB on the device, offload",
+    "GB more within the step, offload",
+    "GB of pinned host memory, offload",
+)
+"""Of its fields."""
 
 
 def moved(weights: str) -> int:
@@ -118,20 +114,19 @@ def table(parameters: int, measured: Mapping[str, float]) -> dict[str, dict[str,
     def seconds(gbps: float) -> dict[str, float]:
         return {weights: sizes.host / 1e9 / gbps for weights, sizes in each.items()}
 
-    if "both" not in measured:
-        for name, (gbps, speed) in MACHINES.items():
-            lines[f"{name}, {gbps} GB/s: seconds each way"] = seconds(gbps)
-            lines[f"{name}, {speed} TFLOP/s: tokens that hide it"] = {
-                weights: tokens(weights, speed, gbps, gbps) for weights in WEIGHTS
-            }
+    def hiding(tflops: float, up: float, down: float) -> dict[str, float]:
+        return {weights: tokens(weights, tflops, up, down) for weights in WEIGHTS}
+
+    if "both" in measured:
+        up, down = measured["up"], measured["down"]
+        lines["seconds up"], lines["seconds down"] = seconds(up), seconds(down)
+        lines["seconds both ways at once"] = seconds(measured["both"] / 2)
+        if "tflops" in measured:
+            lines["tokens that hide it"] = hiding(measured["tflops"], up, down)
         return lines
-    up, down = measured["up"], measured["down"]
-    lines["seconds up"], lines["seconds down"] = seconds(up), seconds(down)
-    lines["seconds both ways at once"] = seconds(measured["both"] / 2)
-    if "tflops" in measured:
-        lines["tokens that hide it"] = {
-            weights: tokens(weights, measured["tflops"], up, down) for weights in WEIGHTS
-        }
+    for name, (gbps, speed) in MACHINES.items():
+        lines[f"{name}, {gbps} GB/s: seconds each way"] = seconds(gbps)
+        lines[f"{name}, {speed} TFLOP/s: tokens that hide it"] = hiding(speed, gbps, gbps)
     return lines
 
 
@@ -148,6 +143,6 @@ def told(parameters: int, measured: Mapping[str, float]) -> Iterator[str]:
     for title, numbers in table(parameters, measured).items():
         yield row(title, *(rounded(numbers[weights]) for weights in WEIGHTS))
     yield ""
-    notes = [COUNTED, SECONDS if "both" in measured else ASSUMED, TOKENS]
-    for note in [*notes, MEASURED] if "tflops" in measured else notes:
+    is_assumed, has_product = "both" not in measured, "tflops" in measured
+    for note in (COUNTED, ASSUMED * is_assumed, SECONDS, TOKENS, MEASURED * has_product):
         yield from textwrap.wrap(note, WIDTH)

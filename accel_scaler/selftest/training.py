@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -20,9 +20,8 @@ from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 from torch import Tensor, nn
 
 from ..config import ScalerConfig
-from ..errors import AccelScalerError
 from ..integrations import attach, detach
-from ..scaling import GradScaler, pause_before_the_end
+from ..scaling import pause_before_the_end
 
 WINDOWS, MICRO_BATCHES, OVERFLOW = 6, 2, 4
 SCALE: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
@@ -88,12 +87,7 @@ def attached(**settings: Any) -> Iterator[Any]:
     with lacks():
         accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_plugin=plugin)
     attach(accelerator, ScalerConfig(**settings))
-    try:
-        yield accelerator
-    except BaseException:
-        with suppress(AccelScalerError):  # a window is open; the first error is the one to raise
-            detach(accelerator)
-        raise
+    yield accelerator
     detach(accelerator)
 
 
@@ -157,9 +151,9 @@ def trained(
 
 
 def reference(case: Case) -> Seen:
-    """The same in plain torch: the scale's rule, float32 masters."""
-    seen, scale, good = [], SCALE["init_scale"], 0
-    with attached() as accelerator, torch.no_grad():
+    """The same in plain torch: its scaler, float32 masters."""
+    seen, scaler = [], torch.amp.GradScaler(PartialState().device.type, **SCALE)
+    with attached() as accelerator:
         model = accelerator.prepare(network(case))
         params = list(model.parameters())
         masters = [p.detach().to(torch.float32, copy=True) for p in params]
@@ -169,46 +163,27 @@ def reference(case: Case) -> Seen:
             for micro in range(MICRO_BATCHES):
                 is_last = micro == MICRO_BATCHES - 1
                 with nullcontext() if is_last else accelerator.no_sync(model):
-                    with torch.enable_grad():
-                        scaled = loss_of(model, window, micro) / MICRO_BATCHES * scale
+                    scaled = scaler.scale(loss_of(model, window, micro) / MICRO_BATCHES)
                     with accelerator.autocast():  # it has float16 products on every CPU
                         torch.autograd.backward(scaled)
-            grads = [p.grad.float() / scale for p in params]
+            for p, master in zip(params, masters, strict=True):
+                master.grad = p.grad.float()
             model.zero_grad()
-            norm = torch.nn.utils.get_total_norm(grads)
-            skipped = not bool(norm.isfinite())
-            good = 0 if skipped else good + 1
-            if skipped or good == SCALE["growth_interval"]:
-                scale, good = scale * (0.5 if skipped else 2.0), 0
-            for master, g in zip(masters, grads, strict=True):
-                g *= (CLIP / (norm + 1e-6)).clamp(max=1.0)
-                master.grad = None if skipped else g
-            if not skipped:
-                optimizer.step()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(masters, CLIP)
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            scale = scaler.get_scale()
+            if not (skipped := scale < before):
                 for _ in range(accelerator.num_processes):  # as Accelerate's scheduler does
                     schedule.step()
-            torch._foreach_copy_(params, masters)
+            with torch.no_grad():
+                torch._foreach_copy_(params, masters)
             (rate,) = schedule.get_last_lr()
-            seen.append(Window(skipped, scale, float(rate), math.inf if skipped else float(norm)))
+            size = math.inf if skipped else float(norm)
+            seen.append(Window(skipped, scale, float(rate), size))
         return _ended(seen, model, optimizer)
-
-
-def scaled_by(kind: type[GradScaler] | type[torch.amp.GradScaler]) -> Seen:
-    """A loop in plain torch, in float32, with this scaler."""
-    seen = []
-    model, scaler = network(Case({})), kind(PartialState().device.type, **SCALE)
-    optimizer = optimizer_of(model.parameters())
-    for window in range(WINDOWS):
-        before = scaler.get_scale()
-        torch.autograd.backward(scaler.scale(loss_of(model, window, 0)))
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        now = scaler.get_scale()
-        seen.append(Window(now < before, now, LR, float(norm.nan_to_num(math.inf))))
-    return _ended(seen, model, optimizer)
 
 
 def _ended(windows: list[Any], model: nn.Module, optimizer: Any) -> Seen:

@@ -18,7 +18,6 @@ from .findings import (
 )
 from .history import History as History
 from .record import (
-    FIRST_BYTES as FIRST_BYTES,
     FORMAT as FORMAT,
     BrokenLineError as BrokenLineError,
     End as End,

@@ -30,7 +30,6 @@ FAR = 10.0
 by less, in a GAN or with a term whose weight grows."""
 KEPT_NORMS = 20
 """The last norms, kept for their median."""
-MAX_MISTAKES = 5
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
 """``untrained``: every window was skipped. ``stuck``: every window at the end was. ``diverged``:
@@ -56,7 +55,6 @@ class Span:
     count: int = 0
 
     def include(self, x: int) -> None:
-        """Count window ``x``, after all windows so far."""
         self.first_x, self.last_x = self.first_x if self.count else x, x
         self.count += 1
 
@@ -76,7 +74,6 @@ class Session:
     lowest_loss: float = math.inf
 
     def add_loss(self, loss: float | None) -> None:
-        """Count a loss if it is known and finite."""
         if loss is not None and math.isfinite(loss):
             self.first_losses += [loss] * (len(self.first_losses) < ENDS)
             self.last_losses.append(loss)
@@ -115,7 +112,6 @@ class Diagnosis:
         self.windows = self.skips = self.last_x = 0
         self.kinds: Counter[SkipKind] = Counter()
         self.last_kind: SkipKind | None = None
-        """The kind of the last skip."""
         self.others = Span()
         """Skips of kind ``other``."""
         self.is_scaled = False
@@ -146,7 +142,7 @@ class Diagnosis:
         self.streak = 0
         """Skipped windows in a row, up to the last window."""
         self.mistakes: list[str] = []
-        """At most ``MAX_MISTAKES`` mistakes of the script, each with the remedy."""
+        """Mistakes of the script, each with the remedy."""
 
     def begin(self, start: Start) -> None:
         last = self.sessions[-1] if self.sessions else None
@@ -157,8 +153,7 @@ class Diagnosis:
         self.sessions.append(Session(start, self.last_x + 1 if self.windows else 0))
 
     def add_mistake(self, text: str) -> None:
-        """Add a mistake of the script, unless it is known."""
-        if text and text not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
+        if text and text not in self.mistakes:
             self.mistakes.append(text)
 
     def end(self, end: End) -> None:
@@ -175,8 +170,7 @@ class Diagnosis:
             self._steps = 0
             # A growth tracker that goes on comes from a checkpoint.
             self._good_scale = record.scale if record.growth_tracker > 1 else None
-        if not self.windows:
-            self.first_scale = record.scale
+        self.first_scale = self.first_scale if self.windows else record.scale
         session.last_step = record.index
         session.seconds = max(session.seconds, record.time)
         self.last_x = x
@@ -205,8 +199,7 @@ class Diagnosis:
             self.last_norms.append(norm)
             self.highest = max(self.highest or (-1.0, 0), (norm, x), key=lambda found: found[0])
         is_bad = failed_in_forward(record) or not (is_finite or record.skipped)
-        is_bad = is_bad and not record.healed
-        if is_bad:
+        if is_bad := is_bad and not record.healed:
             self.bad.include(x)
             if not record.skipped:
                 self.bad_steps.include(x)
@@ -215,8 +208,7 @@ class Diagnosis:
     def _add_scale(self, x: int, record: Record) -> None:
         scale, after = record.scale, record.next_scale
         self.last_scale = after
-        if self.lowest is None or min(scale, after) < self.lowest[0]:
-            self.lowest = (min(scale, after), x)
+        self.lowest = min(self.lowest or (math.inf, x), (min(scale, after), x))
         if not record.skipped:
             self._steps += 1
             if after > scale or (self._good_scale is None and self._steps >= SETTLED):
@@ -241,7 +233,6 @@ class Diagnosis:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings of the last session."""
         return self.sessions[-1].start.settings
 
     @property
@@ -252,8 +243,7 @@ class Diagnosis:
     @property
     def floor(self) -> float:
         """``min_scale`` of the last session; 0 without one."""
-        value = self.settings.get("min_scale")
-        return float(value) if isinstance(value, (int, float)) else 0.0
+        return self.settings.get("min_scale") or 0.0
 
     @property
     def is_stuck(self) -> bool:

@@ -6,7 +6,6 @@ finding about an overflow advises to clip, since a clip comes after the backward
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -41,8 +40,9 @@ def diagnose(run: Diagnosis, *more: Finding | None) -> list[Finding]:
 def verdict(run: Diagnosis, is_file: bool = False) -> str:
     """A few sentences: how many windows stepped, the loss where it is known, a problem and its
     remedy; for a file also how the run ended."""
-    counts, others = skips(run), [f for f in diagnose(run) if f != skips(run)]
-    problem = next((f for f in others if f.level == "bad" or run.kind == "partly"), None)
+    counts, found = skips(run), diagnose(run)
+    is_partly = run.kind == "partly"
+    problem = next((f for f in found if f.level == "bad" or (is_partly and f != counts)), None)
     last_good = run.place(max(run.last_x - run.streak, 0)) if run.sessions else ""
     head = {
         "untrained": "Nothing was trained",
@@ -106,17 +106,13 @@ def cause_of_skips(run: Diagnosis) -> str:
     if _is_search(run):
         return f"Train for longer, or begin there: {as_set(run, 'init_scale', run.last_scale)}."
     if run.last_kind == "spike":
-        limit, norms = run.settings.get("skip_norm_above"), run.last_norms
-        data = "Look at the data of these steps, or raise skip_norm_above."
-        if limit is None or not norms:
-            return f"The gradient norm is a spike. {data}"
-        middle, given = median(norms), as_set(run, "skip_norm_above", limit)
-        text = f"The gradient norm is above {given}, and the median of the last "
-        text += f"{counted(len(norms), 'norm')} is {number(middle)}. "
-        if not isinstance(limit, (int, float)) or middle <= limit:
-            return text + data
-        factor = as_set(run, "skip_norm_above", "4x")
-        return text + f"To skip spikes alone, set {factor}: four times the running median."
+        given = as_set(run, "skip_norm_above", run.settings.get("skip_norm_above"))
+        norms = run.last_norms or [math.nan]
+        return (
+            f"The gradient norm is above {given}, and the median of the last "
+            f"{counted(len(norms), 'norm')} is {number(median(norms))}. Look at the data of these "
+            "steps, or raise skip_norm_above; 4x is four times the running median."
+        )
     return _cause(run, run.last_x - run.streak)
 
 
@@ -168,9 +164,7 @@ def _unknown_cause(run: Diagnosis) -> str:
 
 def in_float32(run: Diagnosis) -> list[str]:
     """The ``fp32_modules`` in force: names of the settings, and healed modules."""
-    given = run.settings.get("fp32_modules")
-    names = given if isinstance(given, (list, tuple)) else ()  # a file may hold anything
-    return list(dict.fromkeys((*names, *run.healed)))
+    return list(dict.fromkeys((*run.settings.get("fp32_modules", ()), *run.healed)))
 
 
 def as_set(run: Diagnosis, name: str, value: Any) -> str:
@@ -182,8 +176,6 @@ def as_set(run: Diagnosis, name: str, value: Any) -> str:
     if way == "flags":
         text = shlex.quote(",".join(value) if is_list else written(value))
         return f"--{name}" if value is True else f"--{name} {text}"
-    if way.endswith(".json"):
-        return f'"{name}": {json.dumps(value)}'
     return f"{name}: {value if is_list else written(value)}"
 
 

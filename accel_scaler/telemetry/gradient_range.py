@@ -19,8 +19,8 @@ from ..scaling import OptimizerRecord, Window, local
 def measure(
     params: Sequence[Tensor], window: Window, record: OptimizerRecord, scale: float | None
 ) -> float | None:
-    """The largest finite element in the dense float16 and float32 gradients of one optimizer; None
-    if there is none. Synchronises with the device.
+    """The largest element in the dense float16 and float32 gradients of one optimizer; None if it
+    is not finite, or there is none. Synchronises with the device.
 
     Micro-batches are added up and ranks averaged by then; of a DTensor the shard of this rank
     counts. After a clip of single elements nothing is known. ``record``: the optimizer's, which
@@ -34,19 +34,16 @@ def measure(
     for clip in () if is_scaled else window.grad_norms.clips:
         for p in clip.parameters if clip.coefficient != 1.0 else ():
             clips[id(p)] = clips.get(id(p), 1.0) * clip.coefficient
-    ends: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
-    for p in params:
-        grad, coefficient = p.grad, clips.get(id(p), 1.0)
-        # A coefficient of 0 has left nothing to measure.
-        if grad is not None and coefficient != 0 and _is_measurable(grad := local(grad), scale):
-            factor = (1.0 if is_scaled or scale is None else scale) / coefficient
-            ends.setdefault((grad.device, grad.dtype, factor), []).extend(torch.aminmax(grad))
-    largest = (float(torch.stack(each).abs().amax()) * key[2] for key, each in ends.items())
-    return max(filter(math.isfinite, largest), default=None)
-
-
-def _is_measurable(grad: Tensor, scale: float | None) -> bool:
-    is_plain = type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
     # Under autocast a float32 parameter's gradient is the cast of a float16 one.
-    counted = (torch.float16,) if scale is None else (torch.float16, torch.float32)
-    return is_plain and grad.dtype in counted and grad.device.type != "meta" and grad.numel() > 0
+    dtypes = (torch.float16,) if scale is None else (torch.float16, torch.float32)
+    found: dict[torch.device, list[Tensor]] = {}
+    for p in params:
+        grad = torch.empty(0) if p.grad is None else local(p.grad)
+        is_plain = type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
+        left = clips.get(id(p), 1.0)  # 0 has left nothing to measure
+        if is_plain and grad.dtype in dtypes and grad.numel() and not grad.is_meta and left:
+            largest = torch.linalg.vector_norm(grad, math.inf, dtype=torch.float32)
+            factor = (1.0 if is_scaled or scale is None else scale) / left
+            found.setdefault(grad.device, []).append(largest * factor)
+    largest_there = (float(torch.stack(each).amax()) for each in found.values())
+    return max(filter(math.isfinite, largest_there), default=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import deque
 from copy import deepcopy
 from dataclasses import replace
@@ -28,7 +27,6 @@ class History:
     def __init__(self, start: Start | None = None) -> None:
         self.records: deque[Record] = deque(maxlen=KEPT_RECORDS)
         self.boundaries = 0
-        self._lock = threading.Lock()  # another thread may read while windows close
         self._reported = ""
         self._before = Diagnosis()
         """A diagnosis of all windows but the last, which another optimizer may still amend."""
@@ -55,10 +53,9 @@ class History:
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
             return
-        with self._lock:
-            if self.records:
-                self._before.add(self.records[-1])
-            self.records.append(record)
+        if self.records:
+            self._before.add(self.records[-1])
+        self.records.append(record)
         self.boundaries += 1
         if len(self.records) > KEPT_DETAILS:
             old = self.records[-KEPT_DETAILS - 1]
@@ -67,15 +64,13 @@ class History:
 
     def add_mistake(self, text: str) -> None:
         """Give the verdict a mistake of the script."""
-        with self._lock:
-            self._before.add_mistake(text)
+        self._before.add_mistake(text)
 
     def diagnosis(self) -> Diagnosis:
         """A diagnosis of the run up to now; the report makes the same from the file."""
-        with self._lock:
-            found = deepcopy(self._before)
-            if self.records:
-                found.add(self.records[-1])
+        found = deepcopy(self._before)
+        if self.records:
+            found.add(self.records[-1])
         return found
 
     def summary(self) -> str:
@@ -114,34 +109,31 @@ class History:
 
         >>> bar.set_postfix(accelerator.scaler_history.progress())
         """
-        if not self.records:
-            return {}
-        run = self.diagnosis()
-        scale, room = self.records[-1].next_scale, _headroom(run)
-        found = {"scale": int(scale) if scale.is_integer() else scale} if self.is_scaled else {}
-        found["skips"] = run.skips
-        if run.retried:
-            found["retried"] = run.retried
-        if room is not None and math.isfinite(room):
-            found["headroom"] = round(room, 1)
-        return found | ({"healed": len(run.healed)} if run.healed else {})
+        found = self._numbers("scale", "skips", "retried", "headroom", "healed")
+        if (scale := found.get("scale", 0.5)).is_integer():
+            found["scale"] = int(scale)
+        if "headroom" in found:
+            found["headroom"] = round(found["headroom"], 1)
+        return found
 
     def metrics(self) -> dict[str, float]:
         """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""
+        found = self._numbers("scale", "skips", "grad_norm", "clip_coefficient", "headroom")
+        return {f"scaler/{name}": value for name, value in found.items()}
+
+    def _numbers(self, *names: str) -> dict[str, float]:
         if not self.records:
             return {}
         last, run = self.records[-1], self.diagnosis()
+        # Without telemetry no gradient is measured.
+        room = None if run.largest is None else headroom(run.largest[0] * run.last_scale)
         found = {
-            "scaler/scale": last.next_scale if self.is_scaled else None,
-            "scaler/skips": run.skips,
-            "scaler/grad_norm": last.grad_norm,
-            "scaler/clip_coefficient": last.clip_coefficient,
-            "scaler/headroom": _headroom(run),
+            "scale": last.next_scale if self.is_scaled else None,
+            "skips": run.skips,
+            "retried": run.retried or None,
+            "healed": len(run.healed) or None,
+            "grad_norm": last.grad_norm,
+            "clip_coefficient": last.clip_coefficient,
+            "headroom": room,
         }
-        return {k: v for k, v in found.items() if v is not None and math.isfinite(v)}
-
-
-def _headroom(run: Diagnosis) -> float | None:
-    """:func:`headroom` of the largest measured gradient at the present scale; None without
-    ``telemetry``."""
-    return None if run.largest is None else headroom(run.largest[0] * run.last_scale)
+        return {k: v for k in names if (v := found[k]) is not None and math.isfinite(v)}

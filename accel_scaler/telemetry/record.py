@@ -18,20 +18,13 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
-from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from ..console import plain
-
-Amount = Annotated[float, "finite, 0 or more"]
 Names = tuple[str, ...]
 """Names of the parameters whose norms a window has."""
 
 FORMAT = 2
 """Version of the file format; no other one is read."""
-FIRST_BYTES = b'{"kind":"start"'
-"""The first bytes of a file, also of one that was cut off in its first line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +33,9 @@ class Record:
 
     index: int
     """The number of the window, from 0."""
-    scale: Amount
+    scale: float
     """The scale that produced its gradients."""
-    next_scale: Amount
+    next_scale: float
     """The scale of the window after it."""
     skipped: bool
     """The window overflowed or was a spike, so at least one optimizer was not stepped."""
@@ -62,7 +55,7 @@ class Record:
     """The factor of the clip, at most 1; None without a clip."""
     lr: tuple[float | None, ...] = ()
     """Learning rate of each group of the window's optimizers; None: the rate is on a device."""
-    time: Amount = 0.0
+    time: float = 0.0
     """When the window ended: seconds since the start of the recording."""
     loss: float | None = None
     """The unscaled loss on this rank: the sum over the window of the losses, each divided by the
@@ -76,7 +69,7 @@ class Record:
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
     with ``telemetry``, and in memory only for the last windows. The file has six digits."""
-    largest_gradient: Amount | None = None
+    largest_gradient: float | None = None
     """The largest magnitude in a gradient on this rank, scaled, before clipping: above 65504,
     float16's largest number, where float32 has added micro-batches up. Only with ``telemetry``,
     once in ``underflow_interval`` windows; None after a clip by value."""
@@ -87,7 +80,7 @@ class Record:
     retries: int = 0
     """How often the window ran again (``on_overflow="retry"``, ``heal``). Unless it was ``skipped``
     the last run, at ``scale``, had finite gradients."""
-    first_scale: Amount | None = None
+    first_scale: float | None = None
     """The scale of the first run; None for a window that ran once."""
     retry_us: int | None = None
     """Host time of the runs after the first, in microseconds."""
@@ -108,7 +101,7 @@ class Start:
 
     format: int = FORMAT
     facts: dict[str, Any] = field(default_factory=dict)
-    """The known ones of ``FACTS``."""
+    """All else that the line says."""
     settings: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     """The settings other than their defaults, ``telemetry`` apart."""
@@ -118,7 +111,7 @@ class Start:
 class End:
     """The last line of a session."""
 
-    time: Amount = 0.0
+    time: float = 0.0
     error: str | None = None
     """The exception that ended the run early."""
 
@@ -127,8 +120,6 @@ class End:
 class Noted:
     """Numbers of the model, of an evaluation, or of the process at its end; or a mistake."""
 
-    step: int
-    """The index of the last window before the line."""
     values: dict[str, float]
     mistake: str = ""
     """A mistake of the script in the words of the log."""
@@ -144,6 +135,8 @@ ALWAYS = ("growth_tracker", "found_inf", "max_norm", "clip_coefficient", "lr", "
 """Fields that a window line has even at their default, where it leaves the others out."""
 DEFAULTS = {each.name: each.default for each in fields(Record)}
 del DEFAULTS["names"], DEFAULTS["norms"]
+TEXTS = ("overflowed", "healed")
+"""Fields that hold texts."""
 
 
 def _finite(value: Any) -> Any:
@@ -169,6 +162,7 @@ def encode_window(record: Record) -> str:
 
 
 def encode_noted(step: int, values: Mapping[str, float], mistake: str = "") -> str:
+    """``step``: the index of the last window before the line."""
     more = {"mistake": mistake} if mistake else {}
     numbers = {k: _finite(v) for k, v in values.items()}
     return encode_line("noted", step=step, values=numbers, **more)
@@ -179,77 +173,30 @@ def encode_line(kind: str, **values: Any) -> str:
     return _to_json({"kind": kind, **values})
 
 
-# In the functions for reading a ValueError, a TypeError or the like means that the line is broken.
-
-FACTS: dict[str, Any] = {
-    **dict.fromkeys(("package", "device", "device_name", "precision", "set_in"), str),
-    **dict.fromkeys(("python", "torch", "accelerate", "transformers", "command"), str),
-    **{"rank": int, "ranks": int, "unix_time": float},
-}
-FIRST: dict[str, Any] = {
-    **dict.fromkeys(("where", "module", "class", "text"), str),
-    "micro_batch": int,
-    **dict.fromkeys(("input", "output"), tuple[float, float]),
-}
-WINDOW: dict[str, Any] = get_type_hints(Record, include_extras=True) | {"first": FIRST, "step": int}
-del WINDOW["index"], WINDOW["names"]
-END: dict[str, Any] = get_type_hints(End, include_extras=True)
-
-
-def _text(value: object) -> str:
-    """One line without control characters."""
-    return plain(str(value)).replace("\n", "\ufffd")
-
-
-def _converted(value: Any, kind: Any) -> Any:
-    """A value from JSON as the type of a field."""
-    if isinstance(kind, dict):
-        return _read(value, kind)
-    parts = get_args(kind)
-    if NoneType in parts:
-        return None if value is None else _converted(value, parts[0])
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError("expected a list")
-        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
-        return tuple(_converted(v, k) for v, k in zip(value, kinds, strict=True))
-    if kind is int and not (type(value) is int and 0 <= value <= 2**53):
-        raise ValueError("expected an integer from 0")
-    if kind is Amount and not 0.0 <= float(value) < math.inf:
-        raise ValueError(f"expected a number >= 0, got {value}")
-    return _text(value) if kind is str else float(value) if kind is Amount else kind(value)
-
-
-def _read(line: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
-    """The values of an object by their types, without those that are null."""
-    known = {key: kind for key, kind in kinds.items() if line.get(key) is not None}
-    return {key: _converted(line[key], kind) for key, kind in known.items()}
+def _number(value: Any) -> Any:
+    """What :func:`_finite` was given."""
+    if isinstance(value, list):
+        return tuple(map(_number, value))
+    return float(value) if isinstance(value, str) else value
 
 
 def _read_window(line: dict[str, Any], names: Names) -> Record:
-    values = {"grad_norm": None} | _read(line, WINDOW)
-    if "first" in values:  # a reader finds every key, whoever wrote the file
-        values["first"] = {k: "" if t is str else None for k, t in FIRST.items()} | values["first"]
+    values = {name: line[name] for name in (*DEFAULTS, "norms") if name in line}
+    values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items() if k != "first"}
+    if (first := line.get("first")) is not None:
+        first |= {each: _number(first[each]) for each in ("input", "output")}
     if names and "norms" in values and len(values["norms"]) != len(names):
         raise ValueError(f"{len(values['norms'])} norms of {len(names)} names")
-    return Record(index=values.pop("step"), names=names, **values)
+    return Record(index=line["step"], names=names, first=first, **values)
 
 
 def _read_start(line: dict[str, Any]) -> Start:
-    if (version := _converted(line["format"], int)) != FORMAT:
+    facts = dict(line)
+    if (version := facts.pop("format")) != FORMAT:
         return Start(version)  # the other keys may mean something else there
-    facts, changed = _read(line, FACTS), _converted(line.get("changed", []), tuple[str, ...])
-    datetime.fromtimestamp(facts.get("unix_time", 0.0), timezone.utc)  # else it is no time
-    settings = {_text(key): _setting(value) for key, value in line.get("settings", {}).items()}
+    del facts["kind"]
+    settings, changed = facts.pop("settings", {}), tuple(facts.pop("changed", ()))
     return Start(version, facts, settings, changed)
-
-
-def _setting(value: Any) -> Any:
-    """A number or null as it is, a list of texts, or a text."""
-    if isinstance(value, list):
-        return list(map(_text, value))
-    is_number = isinstance(value, (int, float)) and not abs(value) > 2**53
-    return value if value is None or is_number else _text(value)
 
 
 def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
@@ -259,7 +206,7 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text
-        raise BrokenLineError(f"text that is not JSON ({_text(str(error)[:80])})") from None
+        raise BrokenLineError(f"text that is not JSON ({str(error)[:80]})") from None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise BrokenLineError(f"a {type(value).__name__} without kind")
     try:
@@ -269,15 +216,12 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
             case "start":
                 return _read_start(value)
             case "names":
-                found: Names = _converted(value["names"], Names)
-                return found
+                return tuple(value["names"])
             case "noted":
-                noted = {_text(name): float(number) for name, number in value["values"].items()}
-                mistake = _text(value.get("mistake", ""))
-                return Noted(_converted(value["step"], int), noted, mistake)
+                noted = {name: _number(number) for name, number in value["values"].items()}
+                return Noted(noted, value.get("mistake", ""))
             case "end":
-                return End(**_read(value, END))
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        what = _text(value["kind"][:20])
-        raise BrokenLineError(f"a {what} line: {_text(str(error)[:120])}") from None
+                return End(value.get("time", 0.0), value.get("error"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BrokenLineError(f"a {value['kind']} line: {str(error)[:120]}") from None
     return None

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from .record import (
-    FIRST_BYTES,
     FORMAT,
     BrokenLineError,
     Record,
@@ -37,9 +35,8 @@ MAX_WAIT_S = 0.5
 """Seconds after which waiting windows are written, and which a killed run may lose. One write for
 each window would take several times as long: a step evicts the writer from the processor's cache.
 """
-
 MAX_WAITING = 64
-"""The most windows that wait, also for an update that hangs."""
+"""The most windows that wait."""
 
 
 @dataclass(slots=True)
@@ -51,10 +48,6 @@ class OpenRecord:
     """Losses on their way to the host, still to be read."""
     timings: list[StepTiming] = field(default_factory=list)
 
-    @property
-    def is_complete(self) -> bool:
-        return all(timing.finished for timing in self.timings)
-
     def complete(self) -> Record:
         """The record, with the loss and the times of updates as far as they are known by now."""
         if self.late_losses is not None:
@@ -63,13 +56,8 @@ class OpenRecord:
         if timings := [t for t in self.timings if t.finished]:
             busy = sum(t.busy for t in timings)
             waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
-            self.record = replace(
-                self.record,
-                optimizer_us=round(busy * 1e6),
-                waited_us=round(min(waited, busy) * 1e6),
-            )
-        if self.is_complete:
-            self.timings = []  # they may hold parameters
+            busy_us, waited_us = round(busy * 1e6), round(min(waited, busy) * 1e6)
+            self.record = replace(self.record, optimizer_us=busy_us, waited_us=waited_us)
         return self.record
 
 
@@ -87,9 +75,9 @@ class Journal:
         """``perf_counter`` at the start line: the zero of all times in the file."""
         self.error: str | None = None
         """The error that ended the run."""
-        self._step = 0
         self._names: tuple[str, ...] = ()
-        self._waiting: deque[OpenRecord] = deque()
+        self._waiting: list[OpenRecord] = []
+        self._step = 0
         self._written_s = 0.0
         self._pid = os.getpid()
         refuse_unwritable(path)
@@ -106,13 +94,12 @@ class Journal:
 
     def append(self, window: OpenRecord) -> None:
         """Append a window; from now on no optimizer joins the window before it."""
-        waiting, self._step = self._waiting, window.record.index
-        overflowed = bool(waiting) and waiting[-1].record.found_inf
-        waiting.append(window)
+        overflowed = bool(self._waiting) and self._waiting[-1].record.found_inf
         late = time.perf_counter() - self._written_s >= MAX_WAIT_S
-        if late or overflowed or len(waiting) > MAX_WAITING:
-            while len(waiting) > 1 and (waiting[0].is_complete or len(waiting) > MAX_WAITING):
-                self._write()
+        if late or overflowed or len(self._waiting) == MAX_WAITING:
+            self.flush()
+        self._waiting.append(window)
+        self._step = window.record.index
 
     def note(self, values: Mapping[str, float], mistake: str = "") -> None:
         """Write numbers that belong to no window, or a mistake of the script, if there is one."""
@@ -120,9 +107,17 @@ class Journal:
             self._try_to_put(encode_noted(self._step, values, mistake))
 
     def flush(self) -> None:
-        """Write all windows as far as they are known now."""
-        while self._waiting:
-            self._write()
+        """Write all windows as far as they are known now, and new names before their norms."""
+        self._written_s = time.perf_counter()
+        lines = []
+        for window in self._waiting:
+            record = window.complete()
+            if record.names and record.names != self._names:
+                self._names = record.names
+                lines.append(encode_line("names", names=record.names))
+            lines.append(encode_window(record))
+        self._waiting.clear()
+        self._try_to_put(*lines)
 
     def close(self, at_end: Callable[[], Mapping[str, float]] = dict) -> None:
         """Write the rest, the numbers of ``at_end`` and the ``end`` line. Idempotent."""
@@ -134,16 +129,6 @@ class Journal:
         seconds = round(time.perf_counter() - self.start_s, 6)
         self._try_to_put(encode_line("end", time=seconds, error=self.error))
         self._file.close()
-
-    def _write(self) -> None:
-        """Write the first window, and before it new names of its parameters."""
-        self._written_s = time.perf_counter()
-        record = self._waiting.popleft().complete()
-        lines = [encode_window(record)]
-        if record.names and record.names != self._names:
-            self._names = record.names
-            lines.insert(0, encode_line("names", names=record.names))
-        self._try_to_put(*lines)
 
     def _put(self, *lines: str) -> None:
         data = memoryview("\n".join((*lines, "")).encode())
@@ -173,33 +158,30 @@ def path_of(config: ScalerConfig, rank: int) -> str | None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Raise ``ConfigError`` for a path that cannot be written, for anything but a regular file, and
-    for a file of another kind or format. Creates nothing."""
-    path = os.path.expanduser(path)
+    """Raise ``ConfigError`` for a path that cannot be written, and for a file of another kind or
+    format. Creates nothing."""
+    path, reason = os.path.expanduser(path), ""
+    other = "it exists and is not a telemetry file, so nothing was appended"
     try:
         if not os.path.exists(path):
             folder = next(filter(os.path.exists, map(str, Path(path).absolute().parents)))
-            if os.path.isdir(folder) and os.access(folder, os.W_OK):
-                return
-            raise _refusal(path, f"nothing can be made in {folder!r}")
-        if not os.path.isfile(path):  # writing to a pipe would wait for its reader
-            is_folder = os.path.isdir(path)
-            raise _refusal(path, "it is a folder" if is_folder else "it is no regular file")
-        with io.FileIO(path, "a+") as file:
-            file.seek(0)
-            first = file.read(1 << 16).partition(b"\n")[0]
+            if not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+                reason = f"nothing can be made in {folder!r}"
+        else:
+            with io.FileIO(path, "a+") as file:
+                file.seek(0)
+                first = file.read(1 << 16).partition(b"\n")[0]
+            start = decode(first) if first else Start()
+            if not isinstance(start, Start):
+                reason = other
+            elif start.format != FORMAT:
+                reason = f"it is of format {start.format}; this version writes {FORMAT}"
     except OSError as error:
-        raise _refusal(path, error.strerror or str(error)) from None
-    try:
-        start = decode(first)
+        reason = error.strerror or str(error)
     except BrokenLineError:
-        if FIRST_BYTES.startswith(first[: len(FIRST_BYTES)]):  # its writer was killed at once
-            return
-        start = None
-    if not isinstance(start, Start):
-        raise _refusal(path, "it exists and is not a telemetry file, so nothing was appended")
-    if start.format != FORMAT:
-        raise _refusal(path, f"it is of format {start.format}; this version writes {FORMAT}")
+        reason = other
+    if reason:
+        raise _refusal(path, reason)
 
 
 def _refusal(path: str, reason: str) -> ConfigError:

@@ -1,7 +1,8 @@
 """Readers of files under random damage: what comes out is a value or the documented error.
 
-Real files with bytes changed, moved, repeated and cut, from a fixed seed. ``test_config_file.py``
-fuzzes free text. FUZZ_ROUNDS (default 1) multiplies the number of tries.
+Real files with bytes changed, moved, repeated and cut (telemetry: as a crash leaves it), from a
+fixed seed. ``test_config_file.py`` fuzzes free text. FUZZ_ROUNDS (default 1) multiplies the number
+of tries.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from accelerate import Accelerator
 
 from accel_scaler import (
-    AccelScalerError,
     ConfigError,
     ScalerConfig,
     UnsupportedError,
@@ -28,10 +28,9 @@ from accel_scaler import (
 from accel_scaler.config import merge
 from accel_scaler.config_file import read_config, shipped_configs
 from accel_scaler.launch.launcher import parse, prepare
-from accel_scaler.report.command import in_words
 from accel_scaler.report.html import html_page
-from accel_scaler.report.key_numbers import key_numbers
 from accel_scaler.report.reader import read_run
+from accel_scaler.report.summary import in_words, key_numbers
 from accel_scaler.telemetry.writer import Journal
 
 ROUNDS = max(1, int(os.environ.get("FUZZ_ROUNDS", "1")))
@@ -102,10 +101,7 @@ def try_config(path: Path) -> str:
         refused.append("launch")
     args, ours = parse(["--config_file", str(path), __file__])
     try:
-        refusals: list[AccelScalerError] = []
-        prepare(args, ours, path.parent / "launch", refusals)
-        if refusals:
-            raise refusals[0]
+        prepare(args, ours, path.parent / "launch")
         assert not refused
     except (ConfigError, UnsupportedError) as error:  # FSDP where there is no GPU
         one_line(error)
@@ -174,6 +170,12 @@ def try_telemetry(path: Path) -> int | str:
     return run.windows
 
 
+def torn(data: bytes, rng: random.Random) -> bytes:
+    """As a crash leaves a file: cut off, or with zeros where a block was not written any more."""
+    at, end = sorted(rng.choices(range(len(data) + 1), k=2))
+    return data[:at] + (b"\0" * (end - at) + data[end:]) * rng.randrange(2)
+
+
 def test_a_damaged_telemetry_file_is_read_shown_or_refused(
     telemetry: bytes, tmp_path: Path
 ) -> None:
@@ -183,12 +185,12 @@ def test_a_damaged_telemetry_file_is_read_shown_or_refused(
     lines = telemetry.splitlines(keepends=True)
     seen = set()
     for number in range(120 * ROUNDS):
-        data = damaged(telemetry, rng)
+        data = torn(telemetry, rng)
         if number % 3 == 0:  # whole lines in another order, some twice, some lost
             data = b"".join(rng.choices(lines, k=rng.randrange(2 * len(lines))))
         path.write_bytes(data)
         seen.add(try_telemetry(path))
-    assert 12 in seen
+    assert len(seen) > 5
     assert any(type(found) is str for found in seen)
 
 

@@ -78,9 +78,3 @@ def test_an_error_of_ours_is_one_line_with_status_2_and_ctrl_c_ends_with_130(
     assert cli.main(["launch", "x.py"]) == (2 if is_ours else 130)
     line = "accel-scaler: error: first second\n" if is_ours else ""
     assert capsys.readouterr() == ("", line)
-
-
-def test_a_retired_command_names_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "--config_file", "any.yaml"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--dry_run" in line

@@ -21,8 +21,8 @@ from versions import before_torch
 
 from accel_scaler import GradScaler, ScalerConfig, attach, detach
 from accel_scaler.optimizer_step.boundary import Boundary
-from accel_scaler.report.findings import find as find_all
 from accel_scaler.report.reader import read_run
+from accel_scaler.report.summary import find as find_all
 from accel_scaler.telemetry import verdict
 from accel_scaler.telemetry.recorder import make_recorder
 

@@ -315,7 +315,7 @@ def test_settings_that_a_launcher_attached_with_are_asked_for_or_replaced_once(
         (ScalerConfig(), {"heel": True}, "unknown field 'heel'. Did you mean heal?"),
         ({"min_scale": "low"}, {}, "min_scale: got 'low', expected a finite number"),
         (ScalerConfig(min_scale=8.0), {"max_scale": 4.0}, "min_scale=8.0, .* max_scale=4.0"),
-        (None, {"telemetry": "."}, "telemetry: got '.', which .* it is a folder"),
+        (None, {"telemetry": "."}, "telemetry: got '.', which .* Is a directory"),
     ],
 )
 def test_what_cannot_be_asked_for_changes_nothing(

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler.report import samples
 from accel_scaler.report.charts import MAX_DRAWN, MAX_RATES, Chart, charts
 from accel_scaler.report.html import html_page, page_data
-from accel_scaler.report.key_numbers import key_numbers
-from accel_scaler.report.reader import read_run
-from accel_scaler.report.run import Run
+from accel_scaler.report.reader import Run, read_run
 from accel_scaler.report.samples import MAX_BINS, Bins
+from accel_scaler.report.summary import key_numbers
 from accel_scaler.telemetry import Record
 from accel_scaler.telemetry.findings import skips
 
@@ -110,13 +108,13 @@ def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_pat
 def test_a_long_run_keeps_its_means_and_its_extremes(tmp_path: Path) -> None:
     count = 3000
     run = read(tmp_path, windows(count, loss=float, scale=lambda s: 2.0 ** (s % 2)))
-    assert run.bins.width == 4
-    assert "A point is the mean of 4 steps" in html_page(run)
+    assert run.bins.width == 3
+    assert "A point is the mean of 3 steps" in html_page(run)
     raw = chart("loss", run).lines[0]
-    assert raw.y == [pytest.approx(s + 1.5) for s in range(0, count, 4)]
-    assert (raw.low, raw.high) == ([*range(0, count, 4)], [*range(3, count, 4)])
+    assert raw.y == [pytest.approx(s + 1) for s in range(0, count, 3)]
+    assert (raw.low, raw.high) == ([*range(0, count, 3)], [*range(2, count, 3)])
     (scale,) = chart("scale", run).lines
-    assert (set(scale.y), set(scale.low), set(scale.high)) == ({2.0}, {1.0}, {2.0})
+    assert (set(scale.y), set(scale.low), set(scale.high)) == ({1.0, 2.0}, {1.0}, {2.0})
 
 
 def test_groups_with_one_learning_rate_share_a_line(tmp_path: Path) -> None:
@@ -199,21 +197,21 @@ def test_bins_hold_every_window_once_whatever_their_number(count: int) -> None:
         skipped = x % 5 == 0
         record = Record(x, 1.0, 1.0, skipped, None, loss=loss, time=times[x], max_norm=float(x))
         bins.include(x, record, times[x] - times[x - 1] if x else None)
-    assert len(bins.done) <= MAX_BINS
-    assert [b.windows for b in bins.done[:-1]] == [bins.width] * (len(bins.done) - 1)
-    assert [b.x for b in bins.done[1:]] == [b.last_x + 1 for b in bins.done[:-1]]
-    assert bins.done[-1].last_x == count - 1
-    for b in bins.done:
-        part, mean = losses[b.x : b.last_x + 1], b.series["loss"]
-        assert b.windows == mean.count == len(part)
+    assert len(bins.ends) <= MAX_BINS
+    assert [last - first + 1 for first, last in bins.ends[:-1]] == [bins.width] * (
+        len(bins.ends) - 1
+    )
+    assert [x for first, last in bins.ends for x in bins.x[first : last + 1]] == [*range(count)]
+    means = {name: bins.means(name) for name in ("loss", "skipped", "limit", "seconds")}
+    for at, (first, last) in enumerate(bins.ends):
+        part, mean = losses[first : last + 1], means["loss"][at]
+        assert mean.count == len(part)
         assert (mean.low, mean.high, mean.last) == (min(part), max(part), part[-1])
         assert mean.middle == pytest.approx(sum(part) / len(part))
-        assert (b.skips, b.max_norm) == (
-            sum(x % 5 == 0 for x in range(b.x, b.last_x + 1)),
-            b.last_x,
-        )
-        steps = [times[x] - times[x - 1] for x in range(b.x, b.last_x + 1) if x > 0]
-        assert b.series["seconds"].total == pytest.approx(sum(steps))
+        assert means["skipped"][at].count == sum(x % 5 == 0 for x in range(first, last + 1))
+        assert means["limit"][at].last == last
+        steps = [times[x] - times[x - 1] for x in range(first, last + 1) if x > 0]
+        assert means["seconds"][at].total == pytest.approx(sum(steps))
 
 
 # Modules.
@@ -255,10 +253,3 @@ def test_the_three_modules_with_the_most_overflows_and_the_first_of_each(tmp_pat
     # Of the two with equal counts a is nearer to the output: there a backward came from.
     assert found["bad"] == [("a", 2, 1), ("in", 2, 1), ("b", 1, 2)]
     assert [name for name, *_ in found["largest"]] == ["out", "b", "a"]
-
-
-def test_the_modules_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MAX_MODULES", 2)
-    lines = [t.start(), t.names(["a.w", "b.w", "c.w"]), t.window(0, norms=t.norms([1.0, 2.0, 3.0]))]
-    run = read(tmp_path, [*lines, t.names(["c.w", "b.w"]), t.window(1, norms=t.norms([4.0, 5.0]))])
-    assert {name: module.largest for name, module in run.modules.found.items()} == {"a": 1, "b": 5}

@@ -16,6 +16,7 @@ import telemetry_files as t
 
 from accel_scaler.errors import ConfigError
 from accel_scaler.report import command as report
+from accel_scaler.report.reader import read_run
 from unit.test_hostile_files import EVIL, run_with
 
 VOID = {"meta", "br", "hr", "img", "link"}
@@ -134,7 +135,7 @@ def test_nothing_in_a_file_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_the_file_of_one_of_several_ranks_says_whose_it_is(tmp_path: Path) -> None:
-    run = report.read_run(bad_run(tmp_path / "1.jsonl", rank=1, ranks=2))
+    run = read_run(bad_run(tmp_path / "1.jsonl", rank=1, ranks=2))
     assert run.label == "1.jsonl (rank 1)"
 
 
@@ -164,6 +165,6 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     before = run.read_bytes()
     with pytest.raises(ConfigError, match="is the file to read"):
         call(run, "-o", run)
-    with pytest.raises(ConfigError, match="--text prints"):
+    with pytest.raises(SystemExit):
         call(run, "--text", "-o", tmp_path / "x")
     assert run.read_bytes() == before

@@ -10,11 +10,8 @@ import pytest
 import telemetry_files as t
 
 from accel_scaler.console import number, percent, written
-from accel_scaler.report.command import in_words
-from accel_scaler.report.findings import find, waiting
-from accel_scaler.report.key_numbers import key_numbers
-from accel_scaler.report.reader import read_run
-from accel_scaler.report.run import Run
+from accel_scaler.report.reader import Run, read_run
+from accel_scaler.report.summary import find, in_words, key_numbers, waiting
 from accel_scaler.telemetry import Finding, ending
 from accel_scaler.telemetry.findings import healed, loss, overflow, skips
 
@@ -39,7 +36,8 @@ def numbers_of(run: Run) -> dict[str, str]:
     return {each.name: f"{each.value} {each.more}".strip() for each in key_numbers(run)}
 
 
-def with_first(lines: list[Any], step: int, **first: Any) -> list[Any]:
+def with_first(lines: list[Any], step: int, **of: Any) -> list[Any]:
+    first = {"where": "", "module": "", "text": "", "input": None, "output": None} | of
     return [line | {"first": first} if line.get("step") == step else line for line in lines]
 
 
@@ -154,7 +152,7 @@ def test_what_is_healed_needs_no_other_remedy(tmp_path: Path) -> None:
     for line in lines:
         if line.get("step") == 103:
             line["healed"] = ["transformer.h.3.mlp"]
-            line["first"] = {"where": "backward", "module": CULPRIT[:-7]}
+    lines = with_first(lines, 103, where="backward", module=CULPRIT[:-7])
     by_subject = found(tmp_path, lines)
     assert by_subject["overflow"].text.endswith("heal keeps it in float32.")
     assert "transformer.h.3.mlp (from step 103 on)" in by_subject["healed"].title

@@ -45,7 +45,6 @@ def without_count(load: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "scaler is torch's": (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False)),
     "sync is torch's": (Clipping, "clip_norm", loosely),
     "overlap is torch's": (Replica, "step_part", twice),
     "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
@@ -55,6 +54,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 """A fault of the package for each row: an attribute, and what takes its place."""
 OTHERS = [
     ("save and resume", (GradScaler, "load_state_dict", without_count)),
+    ("sync is torch's", (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False))),
 ]
 
 

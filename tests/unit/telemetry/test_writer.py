@@ -69,11 +69,8 @@ def test_names_are_written_again_only_when_they_change(tmp_path: Path) -> None:
     assert lines[4] == {"kind": "names", "names": ["a", "b"]}
 
 
-@pytest.mark.parametrize("kept", [0, 9, 200])
-def test_a_file_that_was_cut_off_anywhere_can_be_resumed_again_and_again(
-    tmp_path: Path, kept: int
-) -> None:
-    """In its first line, and in a later one."""
+@pytest.mark.parametrize("kept", [0, 200])
+def test_a_file_that_was_cut_off_can_be_resumed_again_and_again(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "run.jsonl"
     journal = Journal(str(path), FACTS)
     put(journal, record(0))
@@ -93,6 +90,7 @@ FOREIGN = {
     "other json lines": (b'{"loss": 1}\n', "not a telemetry file"),
     "an end first": (b'{"kind":"end"}\n', "not a telemetry file"),
     "bytes": (bytes(range(256)), "not a telemetry file"),
+    "a first line that was cut off": (b'{"kind":"sta', "not a telemetry file"),
     "an older format": (b'{"kind":"start","format":1}\n', "this version writes 2"),
     "a newer format": (b'{"kind":"start","format":3}\n', "this version writes 2"),
 }
@@ -135,17 +133,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_launch(tmp_path: Path)
     with pytest.raises(ConfigError, match="nothing can be made in"):
         refuse_unwritable(str(tmp_path / "file" / "new" / "run.jsonl"))
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
-    """A plain ``open`` waits until somebody reads, for ever where nobody does."""
-    path = tmp_path / "run.jsonl"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(ConfigError, match=rf"{path}.*no regular file.*another path"):
-        Journal(str(path), FACTS)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
 
 
 class Disk:
@@ -222,33 +209,11 @@ def test_windows_are_written_together_and_overflows_at_once(
     assert counts == [0, 0, 0, 3, 3, 5, 5, 5, 8]
 
 
-def test_an_update_that_runs_is_waited_for_in_order_but_not_forever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "run.jsonl"
-    monkeypatch.setattr(writer, "MAX_WAIT_S", 1e9)
-    queue, slow = Journal(str(path), FACTS), timing(finished=False)
-    queue.append(window(0, slow))
-    queue.append(window(1, found_inf=True))
-    queue.append(window(2))
-    assert steps(path) == []
-    slow.finished = True
-    queue.append(window(3, timing(finished=False), found_inf=True))
-    monkeypatch.setattr(writer, "MAX_WAIT_S", 0.0)
-    queue.append(window(4))
-    assert steps(path) == [0, 1, 2]
-    monkeypatch.setattr(writer, "MAX_WAITING", 2)
-    queue.append(window(5))
-    assert steps(path) == [0, 1, 2, 3, 4]
-    assert "optimizer_us" not in windows_of(path)[-2]
-
-
 def test_what_is_known_only_after_the_step_joins_the_record() -> None:
     waits = [(8.0, 0.5, "w"), (8.75, 0.25, "b")]
     beside = timing(inline=False, waits=waits)
     running = timing(finished=False)
     open_record = window(0, timing(start=6.0, busy=1.0), beside, running)
-    assert not open_record.is_complete
     record = open_record.complete()
     assert (record.optimizer_us, record.waited_us) == (3_000_000, 1_750_000)
 

@@ -17,7 +17,7 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 
-from ..console import number, plain
+from ..console import number, plain, say
 from ..devices import device_name, is_host, present_type, total_memory
 from ..errors import ConfigError, UnsupportedError
 from .bus import copies, tflops
@@ -161,6 +161,8 @@ ROWS: dict[str, Callable[[str], Result]] = {
 }
 SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, PRODUCTS: product}
 """The rows from which :mod:`.sizes` says what offload costs."""
+LONG = {OFFLOAD: "four trainings of 6.3 million parameters", BUS: "18 copies of 256 MiB"}
+"""Rows that take long on a device, and why."""
 
 
 def device(processes: int) -> Result:
@@ -189,11 +191,14 @@ def device(processes: int) -> Result:
 
 
 def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator[Result]:
-    """``first``, then each of ``rows`` at its end; on ranks other than 0 nothing."""
+    """``first``, then each of ``rows`` at its end; on ranks other than 0 nothing. Before one that
+    takes long a line says so."""
     with joined() as state:
         if state.is_main_process:
             yield first
         for name, function in rows.items():
+            if state.is_main_process and name in LONG and not is_host(state.device):
+                say(f"running {name}: {LONG[name]} ...")
             mine = attempt(name, function)
             try:
                 every: list[Result] = gather_object([mine])

@@ -67,6 +67,9 @@ def test_the_command_says_what_offload_costs_by_this_bus(
     assert cli.main(["test", "--parameters", "1.5B", "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
+    (running,) = [at for at, line in enumerate(lines) if line.startswith("running ")]
+    assert BUS in lines[running]
+    assert lines[running + 1].startswith(BUS)
     written = json.loads(path.read_text())
     assert [row["row"] for row in written["rows"]] == ["device", BUS, PRODUCTS]
     assert {row["status"] for row in written["rows"]} == {"ok"}

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -96,11 +97,9 @@ class AsyncStepper(ReplicaStepper):
         """Raise ``UnsupportedError`` where a trained parameter shares memory: a read of the other
         tensor, a frozen parameter or one of ``others``, would not wait for the update."""
         params = parameters_of(self.optimizer)
-        trained = [p for p in params if is_stepped(p)]
-        frozen = [p for p in params if not is_stepped(p)]
-        refuse_overlapping(self.optimizer, trained, self.parameter_names, [*frozen, *others])
-
-    # Where it stands, and whose calls these are.
+        trained = list(filter(is_stepped, params))
+        others = [*filterfalse(is_stepped, params), *others]
+        refuse_overlapping(self.optimizer, trained, self.parameter_names, others)
 
     @property
     def reads_beside(self) -> bool:
@@ -110,14 +109,12 @@ class AsyncStepper(ReplicaStepper):
     @property
     def is_trained_here(self) -> bool:
         """Whether this thread is the one that trains, or that one has ended."""
-        # Asked on autograd's threads too, which ``current_thread`` would make Python's for good.
+        # ``current_thread`` would make a thread of autograd's one of Python's for good.
         return self._trainer.ident == threading.get_ident() or not self._trainer.is_alive()
 
     def wait_for_gradients(self) -> None:
         """Wait until no step reads ``.grad``. Any thread."""
         wait_for_gradients(self.replica.params)
-
-    # Following changes from outside.
 
     def watch(self, model: Module) -> None:
         """Update in the order in which ``model`` defines its parameters, about a forward's; in
@@ -178,15 +175,12 @@ class AsyncStepper(ReplicaStepper):
             if self._inflight is None:
                 super().follow_unseen_edits()
 
-    # The boundary.
-
     def submit(
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None
     ) -> None:
         """Run a function on the optimizer thread with the gradients as they are now. It owns them:
         ``.grad`` is None then. ``prepare`` is called once the step before is finished, and returns
-        the function. What is ``deferred`` is done first.
-        """
+        the function. What is ``deferred`` is done first."""
         self._get_ready()
         fn = prepare()
         grads = [p.grad for p in self.replica.params]
@@ -196,9 +190,8 @@ class AsyncStepper(ReplicaStepper):
             params = self.replica.params
             # It keeps them for good.
             own = [g if g is None or is_own(g) else g.clone() for g in grads]
-            stream = present_stream(params[0].device)
-            update = Update(own, deferred or DeferredUnscale(), self._begin_update, fn, stream)
-            self._launch(update, (), params)
+            deferred, stream = deferred or DeferredUnscale(), present_stream(params[0].device)
+            self._launch(Update(own, deferred, self._begin_update, fn, stream), (), params)
             for p in params:
                 p.grad = None
         if self.mode == "sync":
@@ -227,8 +220,8 @@ class AsyncStepper(ReplicaStepper):
     def _launch(
         self, update: Update, held: Sequence[Tensor | None], written: Sequence[Tensor]
     ) -> None:
-        """Hand an update to the optimizer thread. It reads the gradients ``held`` where they are,
-        and writes to the parameters ``written``. Call it under the lock."""
+        """Hand an update to the optimizer thread, which reads the gradients ``held`` where they
+        are, and writes to the parameters ``written``. Under the lock."""
         self.worker.start()
         step = self._inflight = InflightStep(self.replica, update)
         try:
@@ -239,23 +232,19 @@ class AsyncStepper(ReplicaStepper):
             self.steps += 1
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             if self.mode == "overlap":
-                step.hold_parameters(self.await_part)
+                step.hold_parameters(self._await_part)
             self.worker.submit(step.task)
         except BaseException as error:  # Ctrl-C: the next call tells of it
             step.task.abandon(error)
             raise
 
-    # Waiting.
-
-    def await_part(self, step: InflightStep, part: int) -> int:
-        """Wait for a part of ``step``. Any thread. Returns how many parts are done, at least
-        ``part``. Raises ``StepError`` where it failed."""
+    def _await_part(self, step: InflightStep, part: int) -> int:
+        """Any thread, which needs the first ``part`` parts: returns how many are done by then."""
         if not step.task.wait(part):
             self._finish(step)
         return step.task.done
 
     def wait(self) -> bool:
-        """Wait until the step in flight, if any, is over; False: it failed. Any thread."""
         step = self._inflight
         return step is None or step.task.wait()
 
@@ -266,8 +255,7 @@ class AsyncStepper(ReplicaStepper):
             StepError: it failed; says which parameters were updated. The thread that trains gets it
                 once, and the next call works; other threads get it until then.
         """
-        step = self._inflight
-        if step is not None:
+        if (step := self._inflight) is not None:
             self._finish(step)
 
     def _finish(self, step: InflightStep) -> None:
@@ -294,8 +282,7 @@ class AsyncStepper(ReplicaStepper):
         )
 
     def _leave(self, step: InflightStep) -> None:
-        """``step`` is in flight no more; if it failed, its gradients are lost. Call it under the
-        lock."""
+        """``step`` is in flight no more; if it failed, its gradients are lost. Under the lock."""
         self._inflight = None
         self.replica.give_back_state()
         for p in self.replica.params if step.task.done < step.task.parts else ():

@@ -88,6 +88,9 @@ class AsyncOptimizer(Optimizer):
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
         self.defaults = optimizer.defaults
+        # Hooks run on the training thread.
+        hooks = {k: v for k, v in vars(optimizer).items() if k.startswith("_optimizer_")}
+        self.__dict__.update(hooks)
         self.stepped_optimizer = optimizer
         """The wrapped optimizer, under whose name a window knows it."""
         scaled = scaler is not None and scaler.is_enabled()
@@ -298,12 +301,6 @@ class AsyncOptimizer(Optimizer):
         """As torch's; the parameters take part from the next step on."""
         self.optimizer.add_param_group(param_group)
 
-    def __getattr__(self, name: str) -> Any:
-        """Hooks are the wrapped optimizer's own; they run on the training thread."""
-        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
-            return getattr(self.optimizer, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     @untraced
     def close(self) -> None:
         """Finish, stop the thread, remove every hook: the wrapped optimizer is torch's again.
@@ -362,12 +359,10 @@ def _check_arguments(name: str, optimizer: Any, model: Any, scaler: Any) -> None
             f"{name}: got scaler={type(scaler).__name__}, expected our GradScaler. "
             "With torch's own, leave it out here and call scaler.step(optimizer)."
         )
-    if model is None:
-        return
-    if not isinstance(model, Module):
+    if not isinstance(model, Module | None):
         raise ConfigError(f"{name}: got model={model!r}, expected a torch.nn.Module.")
     own = set(map(id, parameters_of(optimizer)))
-    if own.isdisjoint(map(id, model.parameters())):
+    if model is not None and own.isdisjoint(map(id, model.parameters())):
         raise ConfigError(
             f"{name}: {type(model).__name__} has none of the optimizer's {len(own)} "
             "parameters. Make the optimizer from model.parameters(), after wrapping or moving "

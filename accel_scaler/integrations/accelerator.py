@@ -18,7 +18,7 @@ from ..models import untraced
 from ..scaling import pause_before_the_end
 from ..telemetry import History
 from .attachment import Attachment, requested, resolved
-from .autocast import add_autocast, add_emulation
+from .autocast import add_autocast, add_emulation, note_forward
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
@@ -82,18 +82,16 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             if isinstance(each, torch.nn.Module):
                 attachment.fp32_modules.refuse_uncastable(each)
         registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
-        known = {id(each) for kind in registered for each in kind}
-        given = known.union(map(id, objects))
+        before, adopted = list(map(list, registered)), set(attachment.optimizers)
         attachment.is_preparing = True
         try:
             yield
             attachment.take_over(optimizers)
         except BaseException:
-            new = [each for each in self._optimizers if id(each) not in given]
-            for optimizer in attachment.optimizers.intersection(new):
+            for optimizer in set(attachment.optimizers) - adopted:
                 optimizer.leave(attachment)
-            for kind in registered:
-                kind[:] = [each for each in kind if id(each) in known]
+            for kind, known in zip(registered, before, strict=True):
+                kind[:] = known
             raise
         finally:
             attachment.is_preparing = False
@@ -107,6 +105,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         attachment = self._attachment
         attachment.fp32_modules.refuse_uncastable(model)
+        if attachment.added_autocast:
+            note_forward(self, model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment.scales and self.native_amp:
             # Accelerate does nothing to a model that another accelerator has prepared.
@@ -221,8 +221,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """As Accelerate's; first publishes the last step and writes all of the telemetry."""
-        self._attachment.synchronize()
-        self._attachment.recorder.flush()
+        self._attachment.finish()
         pause_before_the_end()
         super().end_training()
 
@@ -230,11 +229,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's; first writes all of the telemetry and drops the parameters."""
         self._attachment.recorder.flush()
         self._attachment.scaler.release(*inner_of(self._optimizers))
-        released: list[Any] = super().free_memory(*objects)
-        return released
+        return super().free_memory(*objects)  # type: ignore[no-any-return]
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; an open window is abandoned."""
-        result = super().load_state(*args, **kwargs)
+        super().load_state(*args, **kwargs)
         self._attachment.scaler.abandon_window()
-        return result

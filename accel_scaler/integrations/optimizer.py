@@ -124,8 +124,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """As Accelerate's, after :meth:`synchronize`; on any thread."""
         with stepper_of(self).still():
-            state: dict[str, Any] = super().state_dict()
-        return state
+            return super().state_dict()  # type: ignore[no-any-return]
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,23 +155,19 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "optimizer.step(closure): a closure would run backward again inside the step, "
                 "with another scale. Call step() without one, or train without fp16."
             )
-        has_stepped = False
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
         self.follow_parameters()
-        if isinstance(self._stepper, ReplicaStepper):
+        if (stepper := self._stepper) is not None:
             for model in attachment.models:
-                self._stepper.watch(model)
-        try:
-            has_stepped = attachment.boundary.step(self)
-        finally:
-            self._is_overflow = not has_stepped
+                stepper.watch(model)
+        self._is_overflow = True  # where it raises
+        self._is_overflow = not attachment.boundary.step(self)
 
 
 def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
     """Make a prepared optimizer step through the attachment's boundary. ``frozen_too``: as for
-    :meth:`ScaledOptimizer.follow_parameters`. Raises as :func:`refuse_unsuitable`."""
+    :meth:`ScaledOptimizer.follow_parameters`."""
     config, device, inner = attachment.config, attachment.device, inner_of(optimizer)[0]
-    refuse_unsuitable([optimizer], config, device)
     stepper: ReplicaStepper | None = None
     if _needs_replica(inner, config, device, frozen_too):
         names, masters = attachment.scaler.parameter_names, master_rule(config, device)

@@ -114,7 +114,9 @@ class AsyncStepper(ReplicaStepper):
 
     def wait_for_gradients(self) -> None:
         """Wait until no step reads ``.grad``. Any thread."""
-        wait_for_gradients(self.replica.params)
+        step = self._inflight
+        if step is not None and step.reads_in_place:
+            wait_for_gradients(self.replica.params)
 
     def watch(self, model: Module) -> None:
         """Update in the order in which ``model`` defines its parameters, about a forward's; in
@@ -201,7 +203,6 @@ class AsyncStepper(ReplicaStepper):
         self._trainer = threading.current_thread()
         self.synchronize()
         super()._get_ready()
-        self.wait_for_gradients()
 
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         if not self.reads_beside:
@@ -311,7 +312,7 @@ class AsyncStepper(ReplicaStepper):
             return
         try:
             self.synchronize()
-            self.wait_for_gradients()
+            wait_for_gradients(self.replica.params)
         finally:
             if (step := self._inflight) is not None:
                 self._leave(step)

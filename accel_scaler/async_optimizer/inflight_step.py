@@ -52,6 +52,8 @@ class InflightStep:
         work = partial(_run_submitted if self.is_submitted else _step_parts, replica, update)
         self.task = Task(work, 1 if self.is_submitted else len(replica.parts))
         self.hold: ParameterHold | None = None
+        self.reads_in_place = False
+        """It reads some gradients where they are."""
         self._replica = replica
 
     def hold_parameters(self, wait: Callable[[InflightStep, int], int]) -> None:
@@ -68,6 +70,7 @@ class InflightStep:
         for number, part in enumerate(self._replica.parts, 1):
             mine = [grad for grad in held[part.start : part.end] if grad is not None]
             hold_gradients(mine, partial(_await_gradient, self.task, number))
+            self.reads_in_place = self.reads_in_place or bool(mine)
 
 
 def _await_gradient(task: Task, part: int) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -123,8 +123,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if func in PASSIVE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    for t in _pending_in((args, kwargs)):
-        _wait_for(t)
+    _wait_for_all((args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -175,15 +174,15 @@ _OWN_OF: dict[Any, Any] = {PendingParameter: nn.Parameter, PendingGradient: Tens
 """Class while pending -> class."""
 
 
-def _pending_in(value: Any) -> Iterator[Any]:
-    if type(value) in _OWN_OF:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _pending_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _pending_in(item)
+def _wait_for_all(values: Iterable[Any]) -> None:
+    """Wait for the operands among ``values`` that are pending."""
+    for value in values:
+        if type(value) in _OWN_OF:
+            _wait_for(value)
+        elif isinstance(value, (list, tuple)):
+            _wait_for_all(value)
+        elif isinstance(value, dict):
+            _wait_for_all(value.values())
 
 
 def _wait_for(t: Any) -> None:

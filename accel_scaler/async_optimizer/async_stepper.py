@@ -34,12 +34,7 @@ from ..optimizer_step import (
 )
 from ..scaling import DeferredUnscale, ParameterNames, parameters_of
 from .inflight_step import InflightStep, Update, guard_backward, is_own, read_in_place
-from .pending_parameter import (
-    can_hold_parameters,
-    is_held,
-    wait_for_gradients,
-    wait_for_parameters,
-)
+from .pending_parameter import can_hold_parameters, is_held, wait_for_gradients, wait_for_parameters
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")

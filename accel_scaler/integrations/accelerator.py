@@ -77,7 +77,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             yield
             return
         optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        refuse_unsuitable(optimizers, attachment.config, self.device)
+        refuse_unsuitable(optimizers, attachment)
         for each in objects:
             if isinstance(each, torch.nn.Module):
                 attachment.fp32_modules.refuse_uncastable(each)

@@ -22,7 +22,7 @@ from ..async_optimizer import Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
-from ..optimizer_step import Boundary, ReplicaStepper, own_parameters, stepper_of
+from ..optimizer_step import Boundary, ReplicaStepper, master_rule, own_parameters, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
@@ -72,7 +72,6 @@ class Attachment:
         """Losses are scaled; else every window has scale 1."""
         if not self.scales:
             config = replace(config, enabled=False)
-        refuse_unsuitable(accelerator._optimizers, config, accelerator.device)
         self._accelerator = weakref.ref(accelerator)
         self.stock_scaler = accelerator.scaler
         settings = scaler_settings(accelerator, config, self.stock_scaler, named)
@@ -81,6 +80,10 @@ class Attachment:
         self.is_default = False
         """A later ``attach`` with settings replaces this attachment."""
         self.device: torch.device = accelerator.device
+        self.masters = master_rule(config, self.device)
+        self.steps_beside = config.step_mode == "overlap" and self.device.type == "cpu"
+        """Optimizers that can be split step on the optimizer thread."""
+        refuse_unsuitable(accelerator._optimizers, self)
         warn_where_idle(config.step_mode, config.offload, self.device)
         self.fp32_modules = Fp32Modules(config.fp32_modules)
         """Modules that run in float32 once their model is prepared."""

@@ -73,7 +73,7 @@ class AsyncStepper(ReplicaStepper):
         """Reentrant: a signal handler may look while its thread has it."""
         self._inflight: InflightStep | None = None
         self._guards_backward = guards_backward
-        self._guards: dict[ParameterPair, Any] = {}
+        self._guards: weakref.WeakKeyDictionary[ParameterPair, Any] = weakref.WeakKeyDictionary()
         """Handles of the hooks that make a backward wait."""
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
@@ -156,16 +156,11 @@ class AsyncStepper(ReplicaStepper):
     def _follow_parameters(self) -> None:
         self.is_on_host = _are_on_host(self.optimizer)
         super()._follow_parameters()
-        self._unguard(set(self._guards).difference(self.replica.pairs))
         models, self._models = list(self._models), weakref.WeakSet()
         for model in models:
             self.watch(model)
         if self.mode == "overlap" and not can_hold_parameters(self.replica.params):
             self._step_inside("some of its parameters are DTensors, or of another subclass")
-
-    def _unguard(self, pairs: set[ParameterPair]) -> None:
-        for pair in pairs:
-            self._guards.pop(pair).remove()
 
     def follow_unseen_edits(self) -> None:
         with self.lock:
@@ -311,10 +306,8 @@ class AsyncStepper(ReplicaStepper):
         finally:
             if (step := self._inflight) is not None:
                 self._leave(step)
-            self._unguard(set(self._guards))
-            for handle in self._evaluations.values():
+            for handle in (*self._guards.values(), *self._evaluations.values()):
                 handle.remove()
-            self._evaluations.clear()
             super().close(is_replaced)
 
 

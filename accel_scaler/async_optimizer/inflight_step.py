@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -130,7 +130,9 @@ def _unscaled_in_place(
     ]
 
 
-def guard_backward(pairs: Iterable[ParameterPair], guards: dict[ParameterPair, Any]) -> None:
+def guard_backward(
+    pairs: Iterable[ParameterPair], guards: MutableMapping[ParameterPair, Any]
+) -> None:
     """Put a hook on each parameter by which a backward waits before it adds to ``.grad``. Adds the
     handles to ``guards``."""
     for pair in pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,40 +61,28 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             UnsupportedError: an optimizer that another thread cannot step, or a module of
                 ``fp32_modules`` that cannot run in float32.
         """
-        with self._preparing(args):
-            result = super().prepare(*args, **kwargs)
-            for model in self._models:  # FSDP2's models do not pass prepare_model
-                self._attachment.fp32_modules.enable(model)
-        return result
-
-    @contextmanager
-    def _preparing(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Before the block refuse unsuitable objects, at its end take over optimizers. An error
-        leaves nothing registered: a second ``prepare`` would register it twice, and an LR scheduler
-        asks the first of two wrappers whether a step was skipped."""
         attachment = self._attachment
-        if attachment.is_preparing:  # prepare() calls prepare_optimizer()
-            yield
-            return
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
         refuse_unsuitable(optimizers, attachment)
-        for each in objects:
+        for each in args:
             if isinstance(each, torch.nn.Module):
                 attachment.fp32_modules.refuse_uncastable(each)
         registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
         before, adopted = list(map(list, registered)), set(attachment.optimizers)
-        attachment.is_preparing = True
         try:
-            yield
+            result = super().prepare(*args, **kwargs)
+            for model in self._models:  # FSDP2's models do not pass prepare_model
+                attachment.fp32_modules.enable(model)
             attachment.take_over(optimizers)
         except BaseException:
+            # A second prepare would register it twice, and an LR scheduler asks the first of two
+            # wrappers whether a step was skipped.
             for optimizer in set(attachment.optimizers) - adopted:
                 optimizer.leave(attachment)
             for kind, known in zip(registered, before, strict=True):
                 kind[:] = known
             raise
-        finally:
-            attachment.is_preparing = False
+        return result
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; registers the parameters' names for errors and telemetry.
@@ -124,9 +112,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             UnsupportedError: an optimizer that another thread cannot step, with the reason.
         """
-        with self._preparing([optimizer]):
-            prepared = super().prepare_optimizer(optimizer, device_placement)
-            adopt(prepared, self._attachment)
+        refuse_unsuitable([optimizer], self._attachment)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        adopt(prepared, self._attachment)
         return prepared
 
     @untraced

@@ -128,8 +128,6 @@ class Attachment:
         self.worker = Worker()
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted optimizers; the accelerator drops its own list in ``free_memory``."""
-        self.is_preparing = False
-        """A ``prepare`` of the accelerator is under way."""
         self.added_autocast = False
         """Models are autocast by this package's doing."""
 

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from ..config import StepMode
 from ..devices import present_stream
 from ..errors import StepError
-from ..models import unwrap
+from ..models import inert, is_compiled, is_in_backward, unwrap
 from ..optimizer_step import (
     MasterRule,
     ParameterPair,
@@ -31,16 +32,9 @@ from ..optimizer_step import (
     is_stepped,
     refuse_overlapping,
 )
-from ..scaling import DeferredUnscale, Gathered, ParameterNames, SentCheck, parameters_of
-from .grad_handoff import guard_backward, is_shared, read_in_place
-from .inflight_step import InflightStep, Update
-from .pending_parameter import (
-    can_hold_parameters,
-    is_held,
-    wait_for_gradients,
-    wait_for_parameters,
-)
-from .unseen_reads import BeforeEvaluation, unseen_read
+from ..scaling import DeferredUnscale, ParameterNames, parameters_of
+from .inflight_step import InflightStep, Update, guard_backward, is_own, read_in_place
+from .pending_parameter import can_hold_parameters, is_held, wait_for_gradients, wait_for_parameters
 from .worker import Worker
 
 logger = logging.getLogger("accel_scaler")
@@ -77,18 +71,14 @@ class AsyncStepper(ReplicaStepper):
         super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
         self.lock = threading.RLock()
         """Reentrant: a signal handler may look while its thread has it."""
-        self.was_skipped = False
-        """The last boundary was one without an update."""
         self._inflight: InflightStep | None = None
         self._guards_backward = guards_backward
-        self._guards: dict[ParameterPair, Any] = {}
+        self._guards: weakref.WeakKeyDictionary[ParameterPair, Any] = weakref.WeakKeyDictionary()
         """Handles of the hooks that make a backward wait."""
-        self._lost: str | None = None
-        """Why the state is not to be trusted until some is loaded."""
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
-        self._models: weakref.WeakKeyDictionary[Module, list[int]] = weakref.WeakKeyDictionary()
-        """Watched ones, with the ``id`` of each of the optimizer's parameters then."""
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        """Watched ones."""
         self._evaluations: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
         """Handles of the hooks that make an evaluation of a whole model wait."""
 
@@ -102,32 +92,26 @@ class AsyncStepper(ReplicaStepper):
         """Raise ``UnsupportedError`` where a trained parameter shares memory: a read of the other
         tensor, a frozen parameter or one of ``others``, would not wait for the update."""
         params = parameters_of(self.optimizer)
-        trained = [p for p in params if is_stepped(p)]
-        frozen = [p for p in params if not is_stepped(p)]
-        refuse_overlapping(self.optimizer, trained, self.parameter_names, [*frozen, *others])
-
-    # Where it stands, and whose calls these are.
+        trained = list(filter(is_stepped, params))
+        others = [*filterfalse(is_stepped, params), *others]
+        refuse_overlapping(self.optimizer, trained, self.parameter_names, others)
 
     @property
     def reads_beside(self) -> bool:
         """A step is handed to the optimizer thread, which may read ``.grad`` until it is done."""
         return self.mode == "overlap" and self.is_on_host
 
-    def claim(self) -> None:
-        """This thread trains from here on: failures are raised in it."""
-        self._trainer = threading.current_thread()
-
     @property
     def is_trained_here(self) -> bool:
         """Whether this thread is the one that trains, or that one has ended."""
-        # Asked on autograd's threads too, which ``current_thread`` would make Python's for good.
+        # ``current_thread`` would make a thread of autograd's one of Python's for good.
         return self._trainer.ident == threading.get_ident() or not self._trainer.is_alive()
 
     def wait_for_gradients(self) -> None:
         """Wait until no step reads ``.grad``. Any thread."""
-        wait_for_gradients(self.replica.params)
-
-    # Following changes from outside.
+        step = self._inflight
+        if step is not None and step.reads_in_place:
+            wait_for_gradients(self.replica.params)
 
     def watch(self, model: Module) -> None:
         """Update in the order in which ``model`` defines its parameters, about a forward's; in
@@ -137,10 +121,9 @@ class AsyncStepper(ReplicaStepper):
             UnsupportedError: other tensors of the model lie in the memory of its parameters.
         """
         super().watch(model)
-        own = list(map(id, parameters_of(self.optimizer)))
-        if self._models.get(model) == own:
+        if model in self._models:
             return
-        mine = set(own)
+        mine = set(map(id, parameters_of(self.optimizer)))
         if not mine.isdisjoint(map(id, Module.parameters(model))):
             self.parameter_names.add_module(model)
             if self.reads_beside:
@@ -155,7 +138,7 @@ class AsyncStepper(ReplicaStepper):
             self.synchronize()
             with self.lock:
                 self.replica.order_by(Module.parameters(model))
-        self._models[model] = own
+        self._models.add(model)
 
     def _step_inside(self, why: str) -> None:
         """From the next step on, ``step()`` waits for the update."""
@@ -165,8 +148,6 @@ class AsyncStepper(ReplicaStepper):
             logger.warning("step_mode='overlap': %s steps as in 'sync' from now on: %s.", name, why)
 
     def refresh(self) -> None:
-        if self._lost is not None:
-            raise StepError(self._lost)
         wait_for_parameters(parameters_of(self.optimizer))  # another stepper's, too
         with self.lock:
             if self._inflight is None:  # else the thread that trains has refreshed for itself
@@ -175,48 +156,23 @@ class AsyncStepper(ReplicaStepper):
     def _follow_parameters(self) -> None:
         self.is_on_host = _are_on_host(self.optimizer)
         super()._follow_parameters()
-        self._unguard(set(self._guards).difference(self.replica.pairs))
+        models, self._models = list(self._models), weakref.WeakSet()
+        for model in models:
+            self.watch(model)
         if self.mode == "overlap" and not can_hold_parameters(self.replica.params):
             self._step_inside("some of its parameters are DTensors, or of another subclass")
-
-    def _unguard(self, pairs: set[ParameterPair]) -> None:
-        for pair in pairs:
-            self._guards.pop(pair).remove()
 
     def follow_unseen_edits(self) -> None:
         with self.lock:
             if self._inflight is None:
                 super().follow_unseen_edits()
 
-    # The boundary.
-
-    def step(
-        self, deferred: DeferredUnscale | None = None, gathered: Gathered | None = None
-    ) -> None:
-        """Take the gradients and update, at once or on the optimizer thread.
-
-        Blocks until the step before is finished. An error of the step before, or a refusal, comes
-        before anything is taken; an error of an update inside this call comes after it.
-        """
-        self.claim()
-        self.was_skipped = False
-        super().step(deferred)
-
-    def launch(
-        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
-    ) -> bool:
-        self.claim()
-        self.was_skipped = False
-        return super().launch(deferred, sent)
-
     def submit(
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None
     ) -> None:
         """Run a function on the optimizer thread with the gradients as they are now. It owns them:
         ``.grad`` is None then. ``prepare`` is called once the step before is finished, and returns
-        the function. What is ``deferred`` is done first.
-        """
-        self.claim()
+        the function. What is ``deferred`` is done first."""
         self._get_ready()
         fn = prepare()
         grads = [p.grad for p in self.replica.params]
@@ -225,25 +181,18 @@ class AsyncStepper(ReplicaStepper):
             self.replica.prepare(grads)
             params = self.replica.params
             # It keeps them for good.
-            own = [g.clone() if g is not None and is_shared(g) else g for g in grads]
-            stream = present_stream(params[0].device)
-            update = Update(own, deferred or DeferredUnscale(), self._begin_update, fn, stream)
+            own = [g if g is None or is_own(g) else g.clone() for g in grads]
+            deferred, stream = deferred or DeferredUnscale(), present_stream(params[0].device)
+            self._launch(Update(own, deferred, self._begin_update, fn, stream), (), params)
             for p in params:
                 p.grad = None
-            self._launch(update, (), params)
         if self.mode == "sync":
             self.synchronize()
 
-    def skip(self) -> None:
-        """A boundary without an update."""
-        self.claim()
-        super().skip()
-        self.was_skipped = True
-
     def _get_ready(self) -> None:
+        self._trainer = threading.current_thread()
         self.synchronize()
         super()._get_ready()
-        self.wait_for_gradients()
 
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         if not self.reads_beside:
@@ -262,54 +211,33 @@ class AsyncStepper(ReplicaStepper):
     def _launch(
         self, update: Update, held: Sequence[Tensor | None], written: Sequence[Tensor]
     ) -> None:
-        """Hand an update to the optimizer thread. It reads the gradients ``held`` where they are,
-        and writes to the parameters ``written``. Call it under the lock."""
-        step = self._inflight = InflightStep.of(self.replica, update, self.steps + 1)
+        """Hand an update to the optimizer thread, which reads the gradients ``held`` where they
+        are, and writes to the parameters ``written``. Under the lock."""
+        self.worker.start()
+        step = self._inflight = InflightStep(self.replica, update)
         try:
-            step.hold_gradients(self, held)
+            step.hold_gradients(held)
             torch.autograd.graph.increment_version(written)
             self._note_versions()
-            self.timing = step.timing
+            self.timing = step.task.timing
             self.steps += 1
             self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
             if self.mode == "overlap":
-                step.hold_parameters(self)
+                step.hold_parameters(self._await_part)
             self.worker.submit(step.task)
-        except BaseException as error:  # Ctrl-C, or no thread to be had
-            if step.task.abandon(error):
-                self._note_versions()
-                self._lose(step)
-                logger.error(
-                    "%s: its update was not handed over (%s): no parameter has moved, its "
-                    "gradients are lost. Training goes on with new ones.",
-                    type(self.optimizer).__name__,
-                    type(error).__name__,
-                )
+        except BaseException as error:  # Ctrl-C: the next call tells of it
+            step.task.abandon(error)
             raise
 
-    # Waiting.
-
-    def await_part(self, step: InflightStep, part: int) -> int:
-        """Wait for a part of ``step``. Any thread. Returns how many parts are done, at least
-        ``part``. Raises ``StepError`` where it failed."""
-        if not step.wait(part):
+    def _await_part(self, step: InflightStep, part: int) -> int:
+        """Any thread, which needs the first ``part`` parts: returns how many are done by then."""
+        if not step.task.wait(part):
             self._finish(step)
         return step.task.done
 
     def wait(self) -> bool:
-        """Wait until the step in flight, if any, is over; False: it failed. Any thread."""
         step = self._inflight
-        return step is None or self._wait(step)
-
-    def _wait(self, step: InflightStep) -> bool:
-        try:
-            return step.wait()
-        except StepError as error:
-            with self.lock:
-                if self._inflight is step:
-                    self._lost = str(error)
-                    self._lose(step)
-            raise
+        return step is None or step.task.wait()
 
     def synchronize(self) -> None:
         """Wait for the step in flight, if any: model and state are the newest then.
@@ -318,61 +246,44 @@ class AsyncStepper(ReplicaStepper):
             StepError: it failed; says which parameters were updated. The thread that trains gets it
                 once, and the next call works; other threads get it until then.
         """
-        step = self._inflight
-        if step is not None:
+        if (step := self._inflight) is not None:
             self._finish(step)
 
     def _finish(self, step: InflightStep) -> None:
-        ok = self._wait(step)
-        error, name = step.task.error, type(self.optimizer).__name__
-        failure: StepError | None = None
+        failure = None if step.task.wait() else self._failure_of(step)
         with self.lock:
-            if self._inflight is step:
-                failure = None if ok else self._failure_of(step)
-                if self.is_trained_here:
-                    # Kernels that ran on one thread have made the worker's number the default of
-                    # new threads.
-                    torch.set_num_threads(torch.get_num_threads())
-                if ok:
-                    self._leave(step)
-                elif self.is_trained_here:
-                    self._lose(step)
-        if not ok:
-            # None: the thread that trains got it while this one waited.
-            raise failure or StepError(
-                f"{name} failed on the optimizer thread ({type(error).__name__}: {error})."
-            ) from error
+            if self._inflight is step and (failure is None or self.is_trained_here):
+                self._leave(step)
+        if self.is_trained_here:
+            # Kernels that ran on one thread have made the worker's number the default of new
+            # threads.
+            torch.set_num_threads(torch.get_num_threads())
+        if failure is not None:
+            raise failure from step.task.error
 
     def _failure_of(self, step: InflightStep) -> StepError:
         error = step.task.error
         assert error is not None
         if not step.is_submitted:
-            return self._failure(error, step.number, step.task.done, "optimizer")
+            return self._failure(error, self.steps, step.task.done, "optimizer")
         return StepError(
-            f"step {step.number} of the function given to submit() failed on the optimizer thread "
+            f"step {self.steps} of the function given to submit() failed on the optimizer thread "
             f"({type(error).__name__}: {error}). What it had stepped stays stepped. The gradients "
             "of this step are gone; the next step works with new ones."
         )
 
     def _leave(self, step: InflightStep) -> None:
-        """``step`` is in flight no more. Call it under the lock."""
+        """``step`` is in flight no more; if it failed, its gradients are lost. Under the lock."""
         self._inflight = None
         self.replica.give_back_state()
+        for p in self.replica.params if step.task.done < step.task.parts else ():
+            if is_held(p.grad):
+                p.grad = None
         hold, step.hold = step.hold, None
         if hold is not None:
             hold.release()
             if hold.was_traced:  # compiled code checks the class before any of ours runs
                 self._step_inside("a compiled function reads its parameters")
-
-    def _lose(self, step: InflightStep) -> None:
-        """Give up ``step``: its gradients are lost. Call it under the lock."""
-        self._leave(step)
-        self._drop_lost_gradients()
-
-    def _drop_lost_gradients(self) -> None:
-        for p in self.replica.params:
-            if is_held(p.grad):
-                p.grad = None
 
     @contextmanager
     def still(self) -> Iterator[None]:
@@ -384,33 +295,51 @@ class AsyncStepper(ReplicaStepper):
                     yield
                     return
 
-    # Loading and closing.
-
-    def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        self.claim()
-        if self._lost is not None:
-            self._lost = None
-            self._drop_lost_gradients()
-        super().begin_loading(state_dict)
-
     def close(self, is_replaced: bool = False) -> None:
         """As :class:`ReplicaStepper`, after the step in flight. Raises ``StepError`` where that
         failed; everything is removed all the same."""
         if self.is_closed:
             return
-        self.claim()
         try:
             self.synchronize()
-            self.wait_for_gradients()
+            wait_for_gradients(self.replica.params)
         finally:
             if (step := self._inflight) is not None:
                 self._leave(step)
-            self._unguard(set(self._guards))
-            for handle in self._evaluations.values():
+            for handle in (*self._guards.values(), *self._evaluations.values()):
                 handle.remove()
-            self._evaluations.clear()
             super().close(is_replaced)
 
 
 def _are_on_host(optimizer: Optimizer) -> bool:
     return all(p.device.type == "cpu" for p in parameters_of(optimizer))
+
+
+def unseen_read(model: Module) -> str | None:
+    """Why some reads of the model's parameters cannot be seen; None: all can."""
+    for name, module in model.named_modules():
+        what = f"{name or type(module).__name__!r}"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{what} is a ScriptModule"
+        if is_compiled(module):  # its code checks the class of parameters before any of ours runs
+            return f"{what} is compiled"
+    return None
+
+
+class BeforeEvaluation:
+    """A hook on a whole model: its evaluation waits for all parameters at once. torch's fast path
+    of Transformer layers is not for pending ones, and a module may have kept a view of one. It
+    refers to the stepper weakly, and does nothing in a copy of the model."""
+
+    def __init__(self, stepper: AsyncStepper) -> None:
+        self._stepper = weakref.ref(stepper)
+
+    def __reduce__(self) -> Any:
+        return inert()
+
+    def __call__(self, module: Module, *_: Any) -> None:
+        is_trained = torch.is_grad_enabled() and module.training
+        if is_trained or torch.compiler.is_dynamo_compiling() or is_in_backward():
+            return
+        if (stepper := self._stepper()) is not None:
+            stepper.synchronize()

@@ -76,7 +76,7 @@ def offloaded(
             made, ``capturable`` or ``differentiable``, or parameters that cannot be offloaded.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        given = shown(cls) if isinstance(cls, type) else f"a {type(cls).__name__}"
+        given = shown(cls) if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
         raise ConfigError(f"offloaded: got {given}, expected a class such as torch.optim.AdamW.")
     if model is not None and not isinstance(model, Module):
         raise ConfigError(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import wraps
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,14 +84,19 @@ class AsyncOptimizer(Optimizer):
                 f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "
                 f"{', '.join(known)}. The scale's are arguments of GradScaler."
             )
-        _check_arguments(optimizer, model, scaler)
+        _check_arguments(type(self).__name__, optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.
         self.optimizer, self.model, self.scaler = optimizer, model, scaler
         self.defaults = optimizer.defaults
+        # Hooks run on the training thread.
+        hooks = {k: v for k, v in vars(optimizer).items() if k.startswith("_optimizer_")}
+        self.__dict__.update(hooks)
         self.stepped_optimizer = optimizer
         """The wrapped optimizer, under whose name a window knows it."""
         scaled = scaler is not None and scaler.is_enabled()
         self._config, self._closed = replace(config, enabled=scaled), False
+        self.step_was_skipped = False
+        """Whether the last :meth:`step` left the parameters alone because of an overflow."""
         self._worker = Worker()
         device = parameters_of(optimizer)[0].device
         names = ParameterNames() if scaler is None else scaler.parameter_names
@@ -137,27 +140,14 @@ class AsyncOptimizer(Optimizer):
         return self._worker.is_current()
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's groups; inside :meth:`submit`, the replica's."""
         return (self._stepper.replica.copy if self._inside else self.optimizer).param_groups
 
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
-
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state; call :meth:`synchronize` before reading it."""
         return (self._stepper.replica.copy if self._inside else self.optimizer).state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last :meth:`step` left the parameters alone because of an overflow."""
-        return self._stepper.was_skipped
 
     @untraced
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -179,14 +169,15 @@ class AsyncOptimizer(Optimizer):
             replica.call_step([pair.stepped for pair in replica.pairs])
             return
         self._watch()
-        scaler = self.scaler
+        scaler, is_skipped = self.scaler, False
         if self._boundary is None or scaler is None:
             self._stepper.step()
         elif scaler.is_stepping(self):
             with self._boundary.deferred_of(self) as deferred:
                 self._stepper.step(deferred)
         else:
-            self._stepper.was_skipped = not self._boundary.step(self)
+            is_skipped = not self._boundary.step(self)
+        self.step_was_skipped = is_skipped
 
     @untraced
     def skip_step(self) -> None:
@@ -194,6 +185,7 @@ class AsyncOptimizer(Optimizer):
         if not self._inside:
             self._check_open("step")
             self._stepper.skip()
+            self.step_was_skipped = True
 
     @untraced
     def clip_grad_norm_(
@@ -247,14 +239,12 @@ class AsyncOptimizer(Optimizer):
             OrderError: closed, called from inside ``fn``, or no window is open.
         """
         self._check_open("submit")
+        self._forbid_inside("submit")
         if self._stepper.replica.masters.on_host:
             raise UnsupportedError(
-                "submit(): with offload='cpu' state and float32 copies (masters) pass through the "
-                "device inside step() alone. Call step(), or leave offload at 'none'."
+                "submit(): with offload state and float32 copies (masters) pass through the device "
+                "inside step() alone. Call step()."
             )
-        if not callable(fn):
-            raise ConfigError(f"submit: got {fn!r}, expected a function without arguments.")
-        self._forbid_inside("submit")
         self._watch()
         scaler = self.scaler
         fn = self._lent_to(fn)
@@ -268,27 +258,23 @@ class AsyncOptimizer(Optimizer):
     def _lent_to(self, fn: Callable[[], object]) -> Callable[[], object]:
         """``fn``, in which the wrapped optimizer's ``step`` and ``zero_grad`` are this one's: its
         own parameters are the model's, whose gradients are the next window's by then."""
-        inner = self.optimizer
+        inner, names = vars(self.optimizer), ("step", "zero_grad")
 
         def lent(name: str) -> Any:
-            own = getattr(inner, name)
-
-            @wraps(getattr(type(inner), name))
-            def call(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                return (getattr(self, name) if self._inside else own)(*args, **kwargs)
-
-            return MethodType(call, inner)
+            own = getattr(self.optimizer, name)
+            return lambda *args, **given: (getattr(self, name) if self._inside else own)(
+                *args, **given
+            )
 
         def run() -> object:
-            calls = {name: lent(name) for name in ("step", "zero_grad")}
-            before = {name: vars(inner)[name] for name in calls if name in vars(inner)}
-            vars(inner).update(calls)
+            before = {name: inner[name] for name in names if name in inner}
+            inner.update({name: lent(name) for name in names})
             try:
                 return fn()
             finally:
-                for name in calls:
-                    vars(inner).pop(name, None)
-                vars(inner).update(before)
+                for name in names:
+                    del inner[name]
+                inner.update(before)
 
         return run
 
@@ -296,7 +282,6 @@ class AsyncOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait for the step in flight: parameters and state are the newest then. Raises
         ``StepError`` where it failed, and ``OrderError`` in :meth:`submit`."""
-        self._forbid_inside("synchronize")
         self._stepper.synchronize()
 
     @untraced
@@ -309,20 +294,12 @@ class AsyncOptimizer(Optimizer):
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what this class or the wrapped one's ``state_dict`` gave."""
-        self._forbid_inside("load_state_dict")
         self.optimizer.load_state_dict(state_dict)
 
     @untraced
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters take part from the next step on."""
-        self._forbid_inside("add_param_group")
         self.optimizer.add_param_group(param_group)
-
-    def __getattr__(self, name: str) -> Any:
-        """Hooks are the wrapped optimizer's own; they run on the training thread."""
-        if name.startswith("_optimizer_") and "optimizer" in self.__dict__:
-            return getattr(self.optimizer, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @untraced
     def close(self) -> None:
@@ -350,10 +327,8 @@ class AsyncOptimizer(Optimizer):
 
     def _check_open(self, call: str) -> None:
         if self._closed and not self._inside:  # the last step may still run, and call step()
-            raise OrderError(
-                f"{call}(): this AsyncOptimizer is closed. Use the wrapped "
-                f"{type(self.optimizer).__name__}, or make another AsyncOptimizer."
-            )
+            name = type(self).__name__
+            raise OrderError(f"{call}(): this {name} is closed. Make another {name}.")
 
     def _forbid_inside(self, call: str) -> None:
         if self._inside:
@@ -373,26 +348,23 @@ class AsyncOptimizer(Optimizer):
         return f"AsyncOptimizer(step_mode={self._config.step_mode!r}, {self.optimizer!r})"
 
 
-def _check_arguments(optimizer: Any, model: Any, scaler: Any) -> None:
+def _check_arguments(name: str, optimizer: Any, model: Any, scaler: Any) -> None:
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, AsyncOptimizer):
-        raise ConfigError(
-            f"AsyncOptimizer: got a {type(optimizer).__name__}, expected a torch optimizer."
-        )
+        raise ConfigError(f"{name}: got a {kind}, expected a torch optimizer.")
     if not parameters_of(optimizer):
-        raise ConfigError(f"AsyncOptimizer: this {type(optimizer).__name__} has no parameters.")
+        raise ConfigError(f"{name}: this {kind} has no parameters.")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ConfigError(
-            f"AsyncOptimizer: got scaler={type(scaler).__name__}, expected our GradScaler. "
+            f"{name}: got scaler={type(scaler).__name__}, expected our GradScaler. "
             "With torch's own, leave it out here and call scaler.step(optimizer)."
         )
-    if model is None:
-        return
-    if not isinstance(model, Module):
-        raise ConfigError(f"AsyncOptimizer: got model={model!r}, expected a torch.nn.Module.")
+    if not isinstance(model, Module | None):
+        raise ConfigError(f"{name}: got model={model!r}, expected a torch.nn.Module.")
     own = set(map(id, parameters_of(optimizer)))
-    if own.isdisjoint(map(id, model.parameters())):
+    if model is not None and own.isdisjoint(map(id, model.parameters())):
         raise ConfigError(
-            f"AsyncOptimizer: {type(model).__name__} has none of the optimizer's {len(own)} "
+            f"{name}: {type(model).__name__} has none of the optimizer's {len(own)} "
             "parameters. Make the optimizer from model.parameters(), after wrapping or moving "
             "the model."
         )

@@ -29,8 +29,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -38,10 +37,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim import Optimizer
 
-from ..models import is_transformed, untraced
+from ..models import untraced
 from ..scaling import parameters_of
 from .compile_session import is_in_compiled_call
 
@@ -49,8 +47,8 @@ _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread holds it."""
 
 HOLD_KEY = "accel_scaler_hold"
-"""Attribute of a pending gradient: its :class:`GradientHold`; of a parameter: a weak reference to
-its :class:`ParameterHold`."""
+"""Attribute of a pending gradient: the function that waits for it; of a parameter: a weak reference
+to its :class:`ParameterHold`."""
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 _grad_of = attrgetter("grad")
@@ -114,8 +112,9 @@ def _body_of(*classes: type) -> dict[str, Any]:
     found["__dict__"] = property(dict_of)
     found["__class__"] = property(class_of, _set_class)
     found["__torch_function__"] = classmethod(_torch_function)
-    found.update(_methods_that_wait())
-    return found
+    # These do not ask ``__torch_function__``, or copy class and attributes as well.
+    waiting = ("as_subclass", "set_", "__deepcopy__", "__reduce_ex__")
+    return found | {name: _waiting(name) for name in waiting}
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,8 +123,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if func in PASSIVE:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    for t in _pending_in((args, kwargs)):
-        _wait_for(t)
+    _wait_for_all((args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -134,25 +132,14 @@ def _set_class(self: Any, cls: Any) -> None:
     _CLASS.__set__(self, cls)
 
 
-def _passive(slot: Any) -> property:
-    """An attribute of a tensor that touches no element."""
+def _passive(access: Any) -> Callable[..., Any]:
+    """A way to access an attribute of a tensor that touches no element."""
 
-    def access(name: str) -> Callable[..., Any]:
-        plain = getattr(slot, name)
+    def call(*args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return access(*args)
 
-        def call(*args: Any) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return plain(*args)
-
-        return call
-
-    read, write, delete = map(access, _ACCESSES)
-    return property(read, write, delete)
-
-
-def _methods_that_wait() -> dict[str, Any]:
-    """Methods that do not ask ``__torch_function__``, or that copy class and attributes as well."""
-    return {n: _waiting(n) for n in ("as_subclass", "set_", "__deepcopy__", "__reduce_ex__")}
+    return call
 
 
 def _waiting(name: str) -> Any:
@@ -167,7 +154,8 @@ class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
     """An ``nn.Parameter`` whose update may still be running on the optimizer thread."""
 
     locals().update(_body_of(Tensor, nn.Parameter))
-    grad = _passive(_GRAD)  # by way of ``__torch_function__`` it takes four times as long
+    # By way of ``__torch_function__`` it takes four times as long.
+    grad = property(_passive(_GRAD.__get__), _passive(_GRAD.__set__), _passive(_GRAD.__delete__))
 
 
 class PendingGradient(Tensor, metaclass=_PendingMeta):
@@ -186,15 +174,15 @@ _OWN_OF: dict[Any, Any] = {PendingParameter: nn.Parameter, PendingGradient: Tens
 """Class while pending -> class."""
 
 
-def _pending_in(value: Any) -> Iterator[Any]:
-    if type(value) in _OWN_OF:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _pending_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _pending_in(item)
+def _wait_for_all(values: Iterable[Any]) -> None:
+    """Wait for the operands among ``values`` that are pending."""
+    for value in values:
+        if type(value) in _OWN_OF:
+            _wait_for(value)
+        elif isinstance(value, (list, tuple)):
+            _wait_for_all(value)
+        elif isinstance(value, dict):
+            _wait_for_all(value.values())
 
 
 def _wait_for(t: Any) -> None:
@@ -202,14 +190,8 @@ def _wait_for(t: Any) -> None:
     if type(t) is PendingGradient:
         _wait_for_gradient(t)
         return
-    asked: weakref.ref[ParameterHold] | None = None
-    while type(t) in _OWN_OF:
-        with _lock:
-            ref = getattr(t, HOLD_KEY, None)
-            if ref is None or ref is asked:
-                _set_classes([t], _OWN_OF)
-                return
-        asked = ref
+    # Without the attribute: another thread has just released it.
+    while type(t) in _OWN_OF and (ref := getattr(t, HOLD_KEY, None)) is not None:
         if (hold := ref()) is not None:
             hold.wait_for(t)
         else:
@@ -236,11 +218,6 @@ def _release(params: Iterable[Any], ref: object) -> None:
         mine = [p for p in params if getattr(p, HOLD_KEY, None) is ref]
         _set_classes(mine, _OWN_OF)
         _consume(map(delattr, mine, repeat(HOLD_KEY)))
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """Leave the transforms of ``torch.func``, which write to no captured parameter."""
-    return temporarily_clear_interpreter_stack() if is_transformed() else nullcontext()
 
 
 def wait_for_parameters(params: Sequence[Tensor]) -> None:
@@ -276,22 +253,17 @@ class ParameterHold:
     def __post_init__(self) -> None:
         self._ref = weakref.ref(self)
         wait_for_parameters(self.params)
-        try:
-            _hold(self.params, self._ref)
-        except BaseException:  # Ctrl-C, with some of them held
-            self.release()
-            raise
+        _hold(self.params, self._ref)
 
     def wait_for(self, p: Tensor) -> None:
         """Wait for ``p``, and restore the class of every parameter that is ready."""
-        with outside_transforms():
-            part = self.part_of[id(p)]
-            if is_in_compiled_call():
-                # It was compiled for plain parameters: each pending one costs a compile, and after
-                # some of them dynamo runs the function uncompiled. So wait for all at the first.
-                self.was_traced = True
-                part = len(self.ends)
-            self.release(self.wait(part))
+        part = self.part_of[id(p)]
+        if is_in_compiled_call():
+            # It was compiled for plain parameters: each pending one costs a compile, and after
+            # some of them dynamo runs the function uncompiled. So wait for all at the first.
+            self.was_traced = True
+            part = len(self.ends)
+        self.release(self.wait(part))
 
     def release(self, parts: int | None = None) -> None:
         """Restore the class of the parameters of the first ``parts`` (default: all)."""
@@ -302,18 +274,10 @@ class ParameterHold:
             self._released = max(self._released, end)
 
 
-@dataclass(slots=True, eq=False)
-class GradientHold:
-    """Gradients that the optimizer thread reads until a part of its task is done. Each of them
-    refers to it, so that nothing keeps a gradient that its owner has dropped."""
-
-    wait: Callable[[], object]
-    """Called on the thread that uses one; raises ``StepError`` where the step was lost."""
-
-
-def hold_gradients(gradients: Sequence[Any], hold: GradientHold) -> None:
-    """Uses of ``gradients``, plain tensors, wait for ``hold`` from now on; aliases do not."""
-    _hold(gradients, hold)
+def hold_gradients(gradients: Sequence[Any], wait: Callable[[], object]) -> None:
+    """Uses of ``gradients``, plain tensors, ``wait`` from now on; aliases do not. ``wait`` is
+    called on the thread that uses one, and raises ``StepError`` where the step was lost."""
+    _hold(gradients, wait)
 
 
 def is_held(grad: Any) -> bool:
@@ -344,11 +308,7 @@ def wait_for_gradients(params: Iterable[Tensor]) -> None:
 
 
 def _wait_for_gradient(grad: Any) -> None:
-    hold = getattr(grad, HOLD_KEY, None)
-    if hold is not None:  # else another thread has just waited for it
-        hold.wait()
-    with _lock:
-        if is_held(grad) and getattr(grad, HOLD_KEY, None) is hold:
-            if hold is not None:
-                delattr(grad, HOLD_KEY)
-            _set_classes([grad], _OWN_OF)
+    wait = getattr(grad, HOLD_KEY, None)
+    if wait is not None:  # else another thread has just waited for it
+        wait()
+        _release([grad], wait)

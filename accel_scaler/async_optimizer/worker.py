@@ -23,8 +23,11 @@ from .compile_session import waiting_for_step
 logger = logging.getLogger("accel_scaler")
 
 SWITCH_INTERVAL_S = 1e-4
-"""The interpreter's switch interval while a task is due. With its 5 ms, a training thread that runs
-Python makes the optimizer thread wait that long after each kernel."""
+"""The interpreter's switch interval while there is such a thread. With its 5 ms, a training thread
+that runs Python makes the optimizer thread wait that long to begin, and after each kernel."""
+
+MIN_WAIT_S, MAX_WAITS = 1e-5, 128
+"""A shorter wait is not recorded (the part was done), nor more of them of one task."""
 
 EXIT_LIMIT_S = 60.0
 """Longest wait for the task that runs when the interpreter exits."""
@@ -88,15 +91,12 @@ class Task:
                 self._changed.notify_all()
             self.spent.clear()
 
-    def abandon(self, error: BaseException) -> bool:
-        """Submitting it failed with ``error``. True: it never ran and never will."""
+    def abandon(self, error: BaseException) -> None:
+        """Fail with ``error`` unless it runs already."""
         with self._changed:
-            if self._run is None or self.finished:
-                return False
-            self._run, self.error, self.finished = None, error, True
-            self.timing.finished = self.is_known = True  # it is raised where it was submitted
-            self._changed.notify_all()
-            return True
+            if self._run is not None:
+                self._run, self.error, self.finished = None, error, True
+                self._changed.notify_all()
 
     def wait(self, parts: int | None = None, limit_s: float = WAIT_LIMIT_S) -> bool:
         """Block until the first ``parts`` (default: all) are done; False if the task failed first.
@@ -108,22 +108,28 @@ class Task:
         """
         wanted = self.parts + 1 if parts is None else parts
         if not self.finished and self.done < wanted:
-            self._check_alive()  # before the lock, which a fork may have copied locked
-            end = time.monotonic() + limit_s
-            with waiting_for_step(), self._changed:
-                while not self.finished and self.done < wanted:
-                    self._changed.wait(0.2)
-                    self._check_alive()
-                    if time.monotonic() > end:
-                        raise StepError(
-                            f"waited {limit_s:g} s for the optimizer thread; {self.done} of "
-                            f"{self.parts} parts of the step are done. It may be stuck in the "
-                            "optimizer's own step()."
-                        )
+            start = time.perf_counter()
+            self._block(wanted, start + limit_s, limit_s)
+            length = time.perf_counter() - start
+            if length > MIN_WAIT_S and len(self.timing.waits) < MAX_WAITS:
+                self.timing.waits.append((start, length))
         if self.error is None or self.done >= wanted:
             return True
         self.is_known = True
         return False
+
+    def _block(self, wanted: int, end: float, limit_s: float) -> None:
+        self._check_alive()  # before the lock, which a fork may have copied locked
+        with waiting_for_step(), self._changed:
+            while not self.finished and self.done < wanted:
+                self._changed.wait(0.2)
+                self._check_alive()
+                if time.perf_counter() > end:
+                    raise StepError(
+                        f"waited {limit_s:g} s for the optimizer thread; {self.done} of "
+                        f"{self.parts} parts of the step are done. It may be stuck in the "
+                        "optimizer's own step()."
+                    )
 
     def _check_alive(self) -> None:
         """Raise if waiting for this task has no end."""
@@ -140,37 +146,17 @@ class Task:
             )
         if not thread.is_alive() and not self.finished:
             raise StepError(
-                "the optimizer thread is gone, its step was not finished. Load the last "
-                "checkpoint; in a process that was forked beside a step, call "
-                "optimizer.synchronize() before forking."
+                "the optimizer thread is gone, its step was not finished. Close the optimizer, "
+                "make another, and load the last checkpoint; in a process that was forked beside "
+                "a step, call optimizer.synchronize() before forking."
             )
-
-
-_due: set[Task] = set()
-"""Tasks that are due, in the whole process."""
-
-_interval = [0.0]
-"""The interpreter's switch interval before it was shortened; 0: it is not shortened."""
-
-
-def _shorten_interval(task: Task) -> None:
-    """``task`` is submitted: its thread would wait for the interpreter's lock even to start it."""
-    _due.add(task)
-    if (now := sys.getswitchinterval()) > SWITCH_INTERVAL_S:
-        _interval[0] = now
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-
-
-def _restore_interval(task: Task) -> None:
-    """``task`` is done. No lock: another thread may be one instruction further."""
-    _due.discard(task)
-    if not _due and (before := _interval[0]):
-        _interval[0] = 0.0
-        sys.setswitchinterval(before)
 
 
 _running: dict[threading.Thread, queue.SimpleQueue[Task | None]] = {}
 """Threads that the interpreter's exit waits for."""
+
+_interval = [0.0]
+"""The interpreter's switch interval before it was shortened; 0: it is not."""
 
 
 class Worker:
@@ -190,15 +176,9 @@ class Worker:
         """Run ``task`` after those submitted before. Where the thread is gone, or exists only in
         the process that this one was forked from, another is started. Tasks submitted before stay
         undone, and waiting for them raises."""
-        if self.thread is None or not self.thread.is_alive():
-            self._start()
+        self.start()
         task.thread = self.thread
-        try:
-            _shorten_interval(task)
-            self._queue.put(task)
-        except BaseException:  # Ctrl-C
-            _restore_interval(task)
-            raise
+        self._queue.put(task)
 
     def is_current(self) -> bool:
         """Whether the caller is this worker's thread."""
@@ -210,16 +190,16 @@ class Worker:
         if thread is not None:
             _join(thread, self._queue, limit_s)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the thread, unless there is one. Raises ``RuntimeError`` where none can be had."""
+        if self.thread is not None and self.thread.is_alive():
+            return
         ready = threading.Event()
         own = torch.get_num_threads()
         self._queue = queue.SimpleQueue()
-        self.thread = threading.Thread(
-            target=_loop,
-            args=(self._queue, default_threads(), ready),
-            name="accel_scaler optimizer",
-            daemon=True,
-        )
+        arguments = self._queue, default_threads(), ready
+        name = "accel_scaler optimizer"
+        self.thread = threading.Thread(target=_loop, args=arguments, name=name, daemon=True)
         self.thread.start()
         ready.wait(WAIT_LIMIT_S)
         # What a thread sets becomes the default of threads born later; take that back.
@@ -227,6 +207,9 @@ class Worker:
         weakref.finalize(self, self._queue.put, None).atexit = False
         atexit.unregister(_join_all)  # so that it runs before all functions registered by now
         atexit.register(_join_all)
+        if (interval := sys.getswitchinterval()) > SWITCH_INTERVAL_S:
+            _interval[0] = interval
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
         _running[self.thread] = self._queue
 
 
@@ -234,19 +217,20 @@ def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.
     torch.get_num_threads()  # a thread's first use of torch takes the process's number; before ours
     torch.set_num_threads(threads)
     ready.set()
-    failed: list[Task] = []
-    while (task := tasks.get()) is not None:
-        try:
+    failed: Task | None = None
+    try:
+        while (task := tasks.get()) is not None:
             task.execute()
-        finally:
-            _restore_interval(task)
-        if task.error is not None:
-            failed = [*(other for other in failed if not other.is_known), task]
-        del task  # its gradients
-    for task in failed:
-        if not task.is_known:  # and nobody is left to ask
-            logger.error("the last optimizer step failed", exc_info=task.error)
-    _running.pop(threading.current_thread(), None)
+            if task.error is not None and (failed is None or failed.is_known):
+                failed = task
+            del task  # its gradients
+    finally:
+        _running.pop(threading.current_thread(), None)
+        if not _running and _interval[0]:
+            sys.setswitchinterval(_interval[0])
+            _interval[0] = 0.0
+    if failed is not None and not failed.is_known:  # and nobody is left to ask
+        logger.error("the last optimizer step failed", exc_info=failed.error)
 
 
 def _join_all() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..models import untraced
 from ..scaling import pause_before_the_end
 from ..telemetry import History
 from .attachment import Attachment, requested, resolved
-from .autocast import add_autocast, add_emulation
+from .autocast import add_autocast, add_emulation, note_forward
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
@@ -61,42 +61,28 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             UnsupportedError: an optimizer that another thread cannot step, or a module of
                 ``fp32_modules`` that cannot run in float32.
         """
-        with self._preparing(args):
-            result = super().prepare(*args, **kwargs)
-            for model in self._models:  # FSDP2's models do not pass prepare_model
-                self._attachment.fp32_modules.enable(model)
-        return result
-
-    @contextmanager
-    def _preparing(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Before the block refuse unsuitable objects, at its end take over optimizers. An error
-        leaves nothing registered: a second ``prepare`` would register it twice, and an LR scheduler
-        asks the first of two wrappers whether a step was skipped."""
         attachment = self._attachment
-        if attachment.is_preparing:  # prepare() calls prepare_optimizer()
-            yield
-            return
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
-        refuse_unsuitable(optimizers, attachment.config, self.device)
-        for each in objects:
+        optimizers = [each for each in args if isinstance(each, Optimizer)]
+        refuse_unsuitable(optimizers, attachment)
+        for each in args:
             if isinstance(each, torch.nn.Module):
                 attachment.fp32_modules.refuse_uncastable(each)
         registered = (self._models, self._optimizers, self._schedulers, self._dataloaders)
-        known = {id(each) for kind in registered for each in kind}
-        given = known.union(map(id, objects))
-        attachment.is_preparing = True
+        before, adopted = list(map(list, registered)), set(attachment.optimizers)
         try:
-            yield
+            result = super().prepare(*args, **kwargs)
+            for model in self._models:  # FSDP2's models do not pass prepare_model
+                attachment.fp32_modules.enable(model)
             attachment.take_over(optimizers)
         except BaseException:
-            new = [each for each in self._optimizers if id(each) not in given]
-            for optimizer in attachment.optimizers.intersection(new):
+            # A second prepare would register it twice, and an LR scheduler asks the first of two
+            # wrappers whether a step was skipped.
+            for optimizer in set(attachment.optimizers) - adopted:
                 optimizer.leave(attachment)
-            for kind in registered:
-                kind[:] = [each for each in kind if id(each) in known]
+            for kind, known in zip(registered, before, strict=True):
+                kind[:] = known
             raise
-        finally:
-            attachment.is_preparing = False
+        return result
 
     def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; registers the parameters' names for errors and telemetry.
@@ -107,6 +93,8 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         attachment = self._attachment
         attachment.fp32_modules.refuse_uncastable(model)
+        if attachment.added_autocast:
+            note_forward(self, model)
         prepared = super().prepare_model(model, *args, **kwargs)
         if attachment.scales and self.native_amp:
             # Accelerate does nothing to a model that another accelerator has prepared.
@@ -124,9 +112,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             UnsupportedError: an optimizer that another thread cannot step, with the reason.
         """
-        with self._preparing([optimizer]):
-            prepared = super().prepare_optimizer(optimizer, device_placement)
-            adopt(prepared, self._attachment)
+        refuse_unsuitable([optimizer], self._attachment)
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        adopt(prepared, self._attachment)
         return prepared
 
     @untraced
@@ -221,8 +209,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """As Accelerate's; first publishes the last step and writes all of the telemetry."""
-        self._attachment.synchronize()
-        self._attachment.recorder.flush()
+        self._attachment.finish()
         pause_before_the_end()
         super().end_training()
 
@@ -230,11 +217,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's; first writes all of the telemetry and drops the parameters."""
         self._attachment.recorder.flush()
         self._attachment.scaler.release(*inner_of(self._optimizers))
-        released: list[Any] = super().free_memory(*objects)
-        return released
+        return super().free_memory(*objects)  # type: ignore[no-any-return]
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As Accelerate's; an open window is abandoned."""
-        result = super().load_state(*args, **kwargs)
+        super().load_state(*args, **kwargs)
         self._attachment.scaler.abandon_window()
-        return result

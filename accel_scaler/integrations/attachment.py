@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from itertools import product
 from operator import itemgetter
 from typing import Any
 
@@ -21,11 +22,11 @@ from ..async_optimizer import Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
 from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
-from ..optimizer_step import Boundary, ReplicaStepper, own_parameters, stepper_of
+from ..optimizer_step import Boundary, ReplicaStepper, master_rule, own_parameters, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
-from .autocast import add_autocast, remove_autocast, remove_emulation
+from .autocast import add_autocast, add_emulation, restore_forward
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
@@ -71,7 +72,6 @@ class Attachment:
         """Losses are scaled; else every window has scale 1."""
         if not self.scales:
             config = replace(config, enabled=False)
-        refuse_unsuitable(accelerator._optimizers, config, accelerator.device)
         self._accelerator = weakref.ref(accelerator)
         self.stock_scaler = accelerator.scaler
         settings = scaler_settings(accelerator, config, self.stock_scaler, named)
@@ -80,6 +80,10 @@ class Attachment:
         self.is_default = False
         """A later ``attach`` with settings replaces this attachment."""
         self.device: torch.device = accelerator.device
+        self.masters = master_rule(config, self.device)
+        self.steps_beside = config.step_mode == "overlap" and self.device.type == "cpu"
+        """Optimizers that can be split step on the optimizer thread."""
+        refuse_unsuitable(accelerator._optimizers, self)
         warn_where_idle(config.step_mode, config.offload, self.device)
         self.fp32_modules = Fp32Modules(config.fp32_modules)
         """Modules that run in float32 once their model is prepared."""
@@ -110,15 +114,8 @@ class Attachment:
         how, retries = config.finds_overflow, config.on_overflow == "retry" and config.enabled
         if how != "off" or retries:
             healer = Healer(self.fp32_modules) if config.heal else None
-            self.explainer = OverflowExplainer(
-                self.scaler,
-                how,
-                config.finds_after,
-                retries,
-                config.growth_headroom,
-                healer,
-                self.float16,
-            )
+            rules = config.finds_after, retries, config.growth_headroom
+            self.explainer = OverflowExplainer(self.scaler, how, *rules, healer, self.float16)
         self.boundary = Boundary(
             self.scaler,
             self.device,
@@ -131,9 +128,8 @@ class Attachment:
         self.worker = Worker()
         self.optimizers: weakref.WeakSet[ScaledOptimizer] = weakref.WeakSet()
         """Adopted optimizers; the accelerator drops its own list in ``free_memory``."""
-        self.is_preparing = False
-        """A ``prepare`` of the accelerator is under way."""
-        self._added_autocast = False
+        self.added_autocast = False
+        """Models are autocast by this package's doing."""
 
     @property
     def models(self) -> list[Module]:
@@ -186,8 +182,10 @@ class Attachment:
         try:
             if self.scales and not accelerator.native_amp:
                 # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
-                accelerator.native_amp = self._added_autocast = True
+                accelerator.native_amp = self.added_autocast = True
                 add_autocast(accelerator, self.models)
+                for model in self.models:
+                    add_emulation(accelerator, model)
             if self.scales:
                 accelerator.scaler = self.scaler
             # The list of models has them without DDP's wrapper.
@@ -230,10 +228,8 @@ class Attachment:
                 failed = error
         self.fp32_modules.disable()
         for model in self.models:
-            if self._added_autocast:
-                remove_autocast(accelerator, model)
-            remove_emulation(accelerator, model)
-        if self._added_autocast:
+            restore_forward(accelerator, model)
+        if self.added_autocast:
             accelerator.native_amp = False
         accelerator.scaler = self.stock_scaler
         self.worker.stop()
@@ -249,11 +245,10 @@ class Attachment:
         """Make these prepared optimizers the owners of their parameters, and close older owners.
         Raises ``UnsupportedError`` for a model whose tensors share memory in overlap, and
         ``StepError`` if the last step of an older owner failed."""
-        steppers = [stepper_of(inner) for inner in inner_of(optimizers)]
+        steppers = map(stepper_of, inner_of(optimizers))
         replicas = [stepper for stepper in steppers if isinstance(stepper, ReplicaStepper)]
-        for stepper in replicas:
-            for model in self.models:
-                stepper.watch(model)
+        for stepper, model in product(replicas, self.models):
+            stepper.watch(model)
         for stepper in replicas:
             own_parameters(stepper)
             if stepper.replica.masters.on_host:
@@ -262,15 +257,17 @@ class Attachment:
     def forget(self, optimizer: Optimizer) -> None:
         """Neither step nor save ``optimizer`` any more: another one owns its parameters."""
         self.scaler.release(optimizer)
-        accelerator = self._accelerator()
-        if accelerator is not None:
+        if (accelerator := self._accelerator()) is not None:
             prepared = accelerator._optimizers  # a prepared scheduler has the same list
             prepared[:] = [each for each in prepared if inner_of(each) != [optimizer]]
 
-    def synchronize(self) -> None:
-        """Wait for every step in flight, and publish it."""
-        for optimizer in list(self.optimizers):
-            optimizer.synchronize()
+    def finish(self) -> None:
+        """Wait for every step in flight, and write all of the telemetry."""
+        try:
+            for optimizer in list(self.optimizers):
+                optimizer.synchronize()
+        finally:
+            self.recorder.flush()
 
 
 class AttachedScaler(GradScaler):

@@ -12,6 +12,10 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from ..errors import UnsupportedError
 from . import cpu_float16
 
+_ATTRIBUTES = ("forward", "_original_forward")
+_BEFORE = "_accel_scaler_forward"
+"""Where a module keeps the attributes that it had before its forward was wrapped."""
+
 
 def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
     """Wrap each prepared model's forward in autocast as ``prepare_model`` does, once.
@@ -28,55 +32,41 @@ def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
             "attach(accelerator) before accelerator.prepare(model)."
         )
     for model in plain:
+        note_forward(accelerator, model)
         inner: Any = accelerator.unwrap_model(model)
-        context = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
         inner._original_forward = inner.forward
-        _replace_forward(inner, convert_outputs_to_fp32(context(_function_of(inner))))
-        add_emulation(accelerator, model)
-
-
-def remove_autocast(accelerator: Any, model: torch.nn.Module) -> None:
-    """Give the model its own forward back."""
-    # A compiled model keeps its own forward; add_autocast has changed the model inside.
-    holder: Any = accelerator.unwrap_model(model)
-    inner: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
-    original = inner.__dict__.pop("_original_forward", None)
-    if original is None:
-        return
-    if getattr(original, "__func__", None) is type(holder).forward:
-        holder.__dict__.pop("forward", None)
-    else:
-        holder.forward = original
+        context = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+        _wrap_forward(inner, context)
+        _wrap_forward(inner, convert_outputs_to_fp32)
 
 
 def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
     """Run the prepared model's forward in :func:`cpu_float16.emulate_float16`, outside of autocast,
-    where a CPU lacks the kernels. Idempotent."""
-    if accelerator.device.type != "cpu" or cpu_float16.has_float16_kernels():
-        return
-    holder: Any = accelerator.unwrap_model(model)
-    function = _function_of(holder)
-    if getattr(function, "_accel_scaler_emulation", None) is function:
-        return
-    wrapped: Any = cpu_float16.emulating_float16(function)
-    wrapped._accel_scaler_emulation = wrapped  # a wrapper of it copies its attributes
-    _replace_forward(holder, wrapped)
+    where a CPU lacks the kernels."""
+    if accelerator.device.type == "cpu" and not cpu_float16.has_float16_kernels():
+        note_forward(accelerator, model)
+        _wrap_forward(accelerator.unwrap_model(model), cpu_float16.emulating_float16)
 
 
-def remove_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    holder: Any = accelerator.unwrap_model(model)
-    plain = _function_of(holder)
-    mark: Any = getattr(plain, "_accel_scaler_emulation", None)
-    if mark is plain:
-        _replace_forward(holder, mark.__wrapped__)
+def note_forward(accelerator: Any, model: torch.nn.Module) -> None:
+    """The forward that the model has now is its own: see :func:`restore_forward`."""
+    for keeps in (True, False):
+        held = vars(accelerator.unwrap_model(model, keep_torch_compile=keeps))
+        held.setdefault(_BEFORE, {name: held[name] for name in _ATTRIBUTES if name in held})
 
 
-def _function_of(module: Any) -> Any:
-    """The module's forward, unbound."""
-    return getattr(module.forward, "__func__", module.forward)
+def restore_forward(accelerator: Any, model: torch.nn.Module) -> None:
+    """Give the model its own forward back, if one was noted."""
+    for keeps in (True, False):
+        held = vars(accelerator.unwrap_model(model, keep_torch_compile=keeps))
+        if _BEFORE in held:
+            for name in _ATTRIBUTES:
+                held.pop(name, None)
+            held.update(held.pop(_BEFORE))
 
 
-def _replace_forward(module: Any, function: Any) -> None:
-    """Make ``function`` the forward, bound to the module if the old forward was."""
-    is_bound = hasattr(module.forward, "__func__")
-    module.forward = MethodType(function, module) if is_bound else function
+def _wrap_forward(module: Any, wrapper: Any) -> None:
+    """Wrap the forward, bound to the module if it was."""
+    forward = module.forward
+    wrapped = wrapper(getattr(forward, "__func__", forward))
+    module.forward = MethodType(wrapped, module) if hasattr(forward, "__func__") else wrapped

@@ -14,7 +14,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from ..async_optimizer import AsyncStepper, drop_gradients
-from ..config import ScalerConfig
 from ..errors import UnsupportedError
 from ..models import untraced
 from ..optimizer_step import (
@@ -23,7 +22,6 @@ from ..optimizer_step import (
     async_stepper_of,
     holds_masters,
     is_splittable,
-    master_rule,
     refuse_replaced_owner,
     refuse_unsteppable,
     replaced,
@@ -116,7 +114,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         attachment, inner = self._attachment, self.stepped_optimizer
         if inner in replaced:
             return
-        if _needs_replica(inner, attachment.config, attachment.device, frozen_too):
+        if _needs_replica(inner, attachment, frozen_too):
             adopt(self, attachment, frozen_too)
             attachment.take_over([self])
 
@@ -124,8 +122,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """As Accelerate's, after :meth:`synchronize`; on any thread."""
         with stepper_of(self).still():
-            state: dict[str, Any] = super().state_dict()
-        return state
+            return super().state_dict()  # type: ignore[no-any-return]
 
     @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,32 +153,27 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "optimizer.step(closure): a closure would run backward again inside the step, "
                 "with another scale. Call step() without one, or train without fp16."
             )
-        has_stepped = False
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
         self.follow_parameters()
-        if isinstance(self._stepper, ReplicaStepper):
+        if (stepper := self._stepper) is not None:
             for model in attachment.models:
-                self._stepper.watch(model)
-        try:
-            has_stepped = attachment.boundary.step(self)
-        finally:
-            self._is_overflow = not has_stepped
+                stepper.watch(model)
+        self._is_overflow = True  # where it raises
+        self._is_overflow = not attachment.boundary.step(self)
 
 
 def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> None:
     """Make a prepared optimizer step through the attachment's boundary. ``frozen_too``: as for
-    :meth:`ScaledOptimizer.follow_parameters`. Raises as :func:`refuse_unsuitable`."""
-    config, device, inner = attachment.config, attachment.device, inner_of(optimizer)[0]
-    refuse_unsuitable([optimizer], config, device)
+    :meth:`ScaledOptimizer.follow_parameters`."""
+    inner, masters, worker = inner_of(optimizer)[0], attachment.masters, attachment.worker
     stepper: ReplicaStepper | None = None
-    if _needs_replica(inner, config, device, frozen_too):
-        names, masters = attachment.scaler.parameter_names, master_rule(config, device)
-        if _steps_beside(inner, config, device):
-            worker = attachment.worker
+    if _needs_replica(inner, attachment, frozen_too):
+        names = attachment.scaler.parameter_names
+        if attachment.steps_beside and is_splittable(inner):
             stepper = AsyncStepper(inner, masters, "overlap", worker=worker, parameter_names=names)
         else:
             stepper = ReplicaStepper(inner, masters, parameter_names=names)
-    elif config.step_mode == "overlap" and not is_splittable(inner):
+    elif attachment.config.step_mode == "overlap" and not is_splittable(inner):
         logger.warning(
             "%s is stepped inside optimizer.step(), not in parallel with forward and backward: it "
             "is not one of torch's optimizers that step each parameter independently",
@@ -191,21 +183,14 @@ def adopt(optimizer: Any, attachment: Attachment, frozen_too: bool = False) -> N
     optimizer.join(attachment, stepper)
 
 
-def _steps_beside(inner: Optimizer, config: ScalerConfig, device: torch.device) -> bool:
-    return config.step_mode == "overlap" and device.type == "cpu" and is_splittable(inner)
-
-
-def _needs_replica(
-    inner: Optimizer, config: ScalerConfig, device: torch.device, frozen_too: bool = False
-) -> bool:
+def _needs_replica(inner: Optimizer, attachment: Attachment, frozen_too: bool = False) -> bool:
     if async_stepper_of(inner) is not None:
         return False
-    masters = master_rule(config, device)
-    if masters.on_host or _steps_beside(inner, config, device):
+    if attachment.masters.on_host or (attachment.steps_beside and is_splittable(inner)):
         return True
     # No Python loop, since each backward asks. float16 counts without masters, to be refused.
     params, dtype_of = parameters_of(inner), attrgetter("dtype")
-    low = masters.dtypes | {torch.float16}
+    low = attachment.masters.dtypes | {torch.float16}
     if low.isdisjoint(map(dtype_of, params)):
         return False
     trained = filter(attrgetter("requires_grad"), params)
@@ -227,9 +212,7 @@ def _change_class(optimizer: Any, cls: Any) -> None:
         optimizer.step = counted
 
 
-def refuse_unsuitable(
-    optimizers: Iterable[Optimizer], config: ScalerConfig, device: torch.device
-) -> None:
+def refuse_unsuitable(optimizers: Iterable[Optimizer], attachment: Attachment) -> None:
     """Raise ``UnsupportedError`` for an optimizer, prepared or not, that cannot be adopted. Changes
     nothing."""
     own = (AcceleratedOptimizer, ScaledOptimizer)
@@ -240,8 +223,8 @@ def refuse_unsuitable(
                 "Accelerate's own AcceleratedOptimizer; prepare the torch optimizer instead."
             )
         (inner,) = inner_of(optimizer)
-        if _needs_replica(inner, config, device):
-            refuse_unsteppable(inner, master_rule(config, device))
+        if _needs_replica(inner, attachment):
+            refuse_unsteppable(inner, attachment.masters)
 
 
 def inner_of(optimizers: Any) -> list[Optimizer]:

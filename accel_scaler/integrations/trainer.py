@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import Trainer
 
 from ..config import ScalerConfig
-from ..errors import StepError
 from ..models import is_replaying
 from ..overflow import refuse_unmatched
 from .attaching import attach, detach, scaled_class
 from .attachment import Attachment, attachment_of, resolved
-
-logger = logging.getLogger("accel_scaler")
 
 
 class ScaledTrainer(Trainer):  # type: ignore[misc]
@@ -39,23 +35,10 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; at its end, also by an exception, the last step is published."""
         try:
-            result = super().train(*args, **kwargs)
-        except BaseException:
-            try:
-                self._finish()
-            except StepError:  # it must not hide the exception that ended the training
-                logger.exception("the last optimizer step failed")
-            raise
-        self._finish()
-        return result
-
-    def _finish(self) -> None:
-        """Publish the last step, and write all of the telemetry."""
-        if self._attachment is not None:
-            try:
-                self._attachment.synchronize()
-            finally:
-                self._attachment.recorder.flush()
+            return super().train(*args, **kwargs)
+        finally:
+            if self._attachment is not None:
+                self._attachment.finish()
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         """False: the accelerator clips DTensors of any meshes; the Trainer's own clip would see
@@ -64,8 +47,8 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; where a window may be made again, this call is recorded for it."""
-        explainer = None if self._attachment is None else self._attachment.explainer
-        if explainer is None or explainer.recording is None or not explainer.makes_again:
+        explainer = self._attachment and self._attachment.explainer
+        if not explainer or explainer.recording is None or not explainer.makes_again:
             return super().compute_loss(model, *args, **kwargs)
         return explainer.recording.call(self._own_compute_loss, model, *args, **kwargs)
 

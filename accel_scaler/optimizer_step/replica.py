@@ -133,21 +133,20 @@ class Replica:
         )
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter's address, shape, strides and dtype; which parameters
-        are trained, if some may need a master."""
+        """The groups' sizes; each parameter's address and length (its pair keeps the memory, so no
+        other comes to lie there), and its layout if it is not contiguous; which are trained, if
+        some may need a master."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params
-        dtypes = list(map(_dtype_of, held))
         # float16 is refused without a master, once it is trained.
         low = self.masters.dtypes | {torch.float16}
-        may_need_masters = self.masters.on_host or not low.isdisjoint(dtypes)
+        may_need_masters = self.masters.on_host or not low.isdisjoint(map(_dtype_of, held))
         frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
             list(map(Tensor.data_ptr, held)),
-            list(map(Tensor.size, held)),
-            list(map(Tensor.stride, held)),
-            dtypes,
+            list(map(Tensor.numel, held)),
+            [(p.size(), p.stride()) for p in filterfalse(Tensor.is_contiguous, held)],
             may_need_masters and [*map(_is_required, params), *map(is_stepped, frozen_ones)],
         )
 

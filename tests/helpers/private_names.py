@@ -127,7 +127,6 @@ PRIVATE: dict[str, dict[str | Callable[[], Any], tuple[str, ...]]] = {
         ),
         "torch._C._dynamo.eval_frame": ("get_eval_frame_callback",),
         "torch._C._functorch": ("peek_interpreter_stack", "is_legacy_batchedtensor"),
-        "torch._functorch.pyfunctorch": ("temporarily_clear_interpreter_stack",),
         "torch._guards": ("CompileContext",),
         "torch._compile": ("_disable_dynamo",),
         "torch._dynamo": ("OptimizedModule",),

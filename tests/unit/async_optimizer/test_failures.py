@@ -193,11 +193,10 @@ def test_a_function_given_to_submit_that_fails_is_told_without_false_claims() ->
 
 
 INSIDE: dict[str, tuple[Any, str]] = {
-    "synchronize": (AsyncOptimizer.synchronize, "called inside submit"),
+    "synchronize": (AsyncOptimizer.synchronize, "waits for itself"),
     "close": (AsyncOptimizer.close, "called inside submit"),
     "clip_grad_norm_": (lambda o: o.clip_grad_norm_(1.0), "called inside submit"),
-    "add_param_group": (lambda o: o.add_param_group({}), "called inside submit"),
-    "load_state_dict": (lambda o: o.load_state_dict({}), "called inside submit"),
+    "load_state_dict": (lambda o: o.load_state_dict({}), "waits for itself"),
     "submit": (lambda o: o.submit(lambda: None), "called inside submit"),
     "state_dict": (AsyncOptimizer.state_dict, "waits for itself"),
     "a parameter": (lambda o: o.model.ws[0] + 1, "waits for itself"),
@@ -220,7 +219,7 @@ def test_a_call_of_the_training_thread_in_a_submitted_function_is_refused(name: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_mends_it(
+def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_another_optimizer_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Four()
@@ -237,6 +236,9 @@ def test_a_thread_that_is_gone_is_noticed_every_call_refuses_and_a_checkpoint_me
         gradients(model)
         with pytest.raises(StepError, match="thread is gone"):
             optimizer.step()
+    with pytest.raises(StepError, match="thread is gone"):
+        optimizer.close()
+    optimizer = AsyncOptimizer(optimizer.optimizer, model)
     optimizer.load_state_dict(checkpoint[1])
     model.load_state_dict(checkpoint[0])
     before, grads = values(model), gradients(model)

@@ -18,13 +18,17 @@ class Own(torch.optim.AdamW):
 
 
 WRONG: dict[str, tuple[Any, type[AccelScalerError], str]] = {
-    "number": (5, ConfigError, "got a int, expected a class such as torch.optim.AdamW"),
-    "list": ([torch.optim.AdamW], ConfigError, "got a list, expected a class"),
+    "number": (
+        5,
+        ConfigError,
+        "got an instance of int, expected a class such as torch.optim.AdamW",
+    ),
+    "list": ([torch.optim.AdamW], ConfigError, "got an instance of list, expected a class"),
     "module": (nn.Linear, ConfigError, "Linear.*, expected a class"),
     "instance": (
         torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
         ConfigError,
-        "got a SGD, expected",
+        "got an instance of SGD, expected",
     ),
     "scheduler": (torch.optim.lr_scheduler.StepLR, ConfigError, "StepLR.*, expected a class"),
     "subclass": (Own, UnsupportedError, r"test_offloaded_class\.Own, expected a class of torch"),

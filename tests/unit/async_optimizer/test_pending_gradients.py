@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, attach, detach
 from accel_scaler.async_optimizer.pending_parameter import (
-    GradientHold,
     PendingGradient,
     hold_gradients,
 )
@@ -49,7 +48,7 @@ class Lent:
     def __init__(self) -> None:
         self.grad = torch.full((2, 3), BEFORE)
         self.memory, self.waits = self.grad.data, 0
-        hold_gradients([self.grad], GradientHold(self.wait))
+        hold_gradients([self.grad], self.wait)
 
     def wait(self) -> None:
         self.waits += 1
@@ -191,6 +190,8 @@ def test_gradients_of_a_failed_step_are_gone(monkeypatch: pytest.MonkeyPatch) ->
             optimizer.step()
             with pytest.raises(StepError, match="planted"):
                 held.sum()
+            with pytest.raises(StepError, match=r"planted.* As before"):
+                optimizer.synchronize()
         assert [p.grad for p in model.parameters()] == [None] * 4
         for _ in range(2):
             with pytest.raises(StepError, match="planted"):

@@ -241,7 +241,10 @@ def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
     assert "in failing" in caplog.text, "its own traceback"
 
 
-def test_the_switch_interval_is_short_while_a_task_runs_and_then_as_it_was(worker: Worker) -> None:
+def test_the_switch_interval_is_short_while_there_is_a_thread_and_then_as_it_was(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_running", {})  # others' threads
     sys.setswitchinterval(0.004)
     own, short = sys.getswitchinterval(), pytest.approx(worker_module.SWITCH_INTERVAL_S)
     other = Worker()

@@ -10,11 +10,10 @@ from accelerate.utils import AutocastKwargs
 from attached import cpu, inner_dtype, train
 from support import mlp, weights
 from torch import Tensor
-from versions import release
 
 from accel_scaler import ScalerConfig, UnsupportedError, attach, detach
 from accel_scaler.integrations import cpu_float16
-from accel_scaler.integrations.autocast import add_autocast, remove_autocast
+from accel_scaler.integrations.autocast import add_autocast, restore_forward
 
 
 def test_there_and_back() -> None:
@@ -27,8 +26,8 @@ def test_there_and_back() -> None:
     forward = model.forward
     add_autocast(a, [model])
     assert model.forward == forward, "wrapped once"
-    remove_autocast(a, model)
-    remove_autocast(a, model)
+    restore_forward(a, model)
+    restore_forward(a, model)
     assert inner_dtype(model) is torch.float32
     assert not {"forward", "_original_forward"} & model.__dict__.keys()
     assert torch.equal(model(torch.ones(2, 8)), before)
@@ -46,7 +45,7 @@ def test_a_forward_set_on_the_instance_comes_back() -> None:
     a.prepare(model)
     add_autocast(a, [model])
     assert inner_dtype(model) is torch.float16
-    remove_autocast(a, model)
+    restore_forward(a, model)
     assert model.forward is forward
 
 
@@ -82,10 +81,8 @@ def test_a_model_that_another_accelerator_has_prepared_gets_it_too(
             first.prepare(model)
             detach(first)
         a = attach(cpu(), ScalerConfig())
-        forward = a.prepare(model).forward
+        a.prepare(model)
         assert inner_dtype(model) is torch.float16
-        if release("accelerate") > (1, 10):  # which wraps it each time
-            assert a.prepare(model).forward == forward, "wrapped once"
         optimizer = a.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
         ends.append(weights(train(a, model, optimizer)))
         detach(a)

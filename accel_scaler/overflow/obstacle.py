@@ -13,7 +13,6 @@ class Obstacle(str, Enum):
 
     # The forwards cannot run again.
     TOO_LARGE = "a forward was not recorded: its inputs and gradients take more than {} MiB"
-    NO_COPY = "a forward was not recorded: its inputs cannot be copied"
     DIFFERENTIATED = (
         "a forward was not recorded: its gradient is differentiated itself (create_graph=True)"
     )
@@ -34,7 +33,6 @@ class Obstacle(str, Enum):
     OUTSIDE = "parameters were used outside of a forward, or in a gradient penalty"
     UNFINISHED = "a backward in it was not accelerator.backward()"
     INFINITE = "the gradient of an output was not finite"
-    HOOK = "a hook has changed the gradient of an output that another forward has taken"
     OTHER_LOSS = "the loss is made of outputs that are others with modules in float32"
     CHANGED = "its gradients were changed after the backward"
     UNSCALED = "they were unscaled by GradScaler.unscale_()"

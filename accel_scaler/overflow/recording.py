@@ -96,8 +96,6 @@ class Output:
     is_root: bool = False
     grad: Kept | None = None
     """The gradient that came to a root."""
-    incoming: Kept | None = None
-    """In a backward: the gradient before the script's hooks on the tensor and on its node."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,8 +103,6 @@ class Backward:
     """A backward, as the head of this file defines it."""
 
     loss: Tensor
-    frozen: set[int]
-    """The ``id`` of each parameter that did not require gradients."""
     outputs: list[Output] = field(default_factory=list)
     has_ended: bool = False
     has_given: bool = False
@@ -130,14 +126,13 @@ class WindowRecording(ForwardListener):
     a transform of ``torch.func``, and forwards of which a graph is captured.
 
     Args:
-        parameters: gives all parameters that optimizers step; without it no gradient is made again,
-            and the window runs again only to be looked at.
+        parameters: gives all parameters that optimizers step.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]] | None = None) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         super().__init__()
         self.backwards: list[Backward] = []
-        self.gradients = None if parameters is None else WindowGradients(parameters)
+        self.gradients = WindowGradients(parameters)
         self.left_out = ""
         """Why a forward was not recorded."""
         self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
@@ -191,25 +186,16 @@ class WindowRecording(ForwardListener):
     # The events of a window.
 
     def before_backward(self, loss: Tensor) -> None:
-        if self._is_over or self._are_dropped():
+        if self._is_over:
             self.new_window()
         self._stack().clear()  # a forward that was interrupted never left
-        frozen = set[int]()
-        if self.gradients is not None:
-            self.gradients.before_backward(is_first=not self.backwards)
-            frozen = {id(p) for p in self.gradients.parameters() if not p.requires_grad}
+        self.gradients.before_backward(is_first=not self.backwards)
         self._count(_bytes(loss))
         if self.left_out:
             del self.backwards[:-1]
-        self.backwards.append(Backward(loss.detach(), frozen))
+        self.backwards.append(Backward(loss.detach()))
         if not self.left_out:
             self._find_roots(loss)
-
-    def _are_dropped(self) -> bool:
-        """Whether the script has dropped the gradients of the backwards so far."""
-        if self.gradients is None or not self.backwards or not self.backwards[-1].has_given:
-            return False
-        return all(p.grad is None for p in self.gradients.parameters())
 
     def _find_roots(self, loss: Tensor) -> None:
         """Walk the graph of ``loss`` but for recorded forwards."""
@@ -225,15 +211,14 @@ class WindowRecording(ForwardListener):
                 left += output.call.roots
             elif not issubclass(type(getattr(node, "variable", None)), Parameter):
                 left += node.next_functions
-            elif self.gradients is not None:
+            else:
                 self.gradients.obstacle = Obstacle.OUTSIDE
 
     def after_backward(self) -> None:
         """Call after each backward, unless it has raised an exception."""
         if self.backwards:
             self.backwards[-1].has_ended = True
-            if self.gradients is not None:
-                self.backwards[-1].has_given = self.gradients.after_backward()
+            self.backwards[-1].has_given = self.gradients.after_backward()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Call after this optimizer has updated its parameters."""
@@ -241,15 +226,13 @@ class WindowRecording(ForwardListener):
 
     def end_window(self) -> None:
         super().end_window()
-        if self.gradients is not None:
-            self.gradients.let_go()
+        self.gradients.let_go()
 
     def new_window(self) -> None:
         self._forget()
         self.backwards = []
         self._bytes, self.left_out, self._is_over = 0, "", False
-        if self.gradients is not None:
-            self.gradients.new_window()
+        self.gradients.new_window()
 
     # Why the window cannot be made again.
 
@@ -274,11 +257,9 @@ class WindowRecording(ForwardListener):
             changes_model: modules run in float32 that did not. So the outputs are others, and a
                 gradient that had come to one of them is of use only where the output is the loss.
         """
-        gradients = self.gradients
-        assert gradients is not None
-        if found := self.obstacle() or gradients.obstacle:
+        if found := self.obstacle() or self.gradients.obstacle:
             return found
-        if gradients.is_moved():
+        if self.gradients.is_moved():
             return Obstacle.MOVED
         if not all(backward.has_ended for backward in self.backwards):
             return Obstacle.UNFINISHED
@@ -291,7 +272,7 @@ class WindowRecording(ForwardListener):
             later = {id(p) for o in steps for p in parameters_of(o)}
             if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
                 return Obstacle.UPDATED
-        if gradients.dirty.intersection(map(id, parameters)):
+        if self.gradients.dirty.intersection(map(id, parameters)):
             return Obstacle.ADDED
         for seed in (seed for backward in self.backwards for seed in backward.seeds.values()):
             if not bool(local(seed.tensor).isfinite().all()):
@@ -334,18 +315,14 @@ class WindowRecording(ForwardListener):
             return
         # A compiled model computes other numbers, and runs again uncompiled.
         compares = not isinstance(module, torch._dynamo.OptimizedModule)
-        compares = compares and self.gradients is not None
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
                 last = last_of(tensor) if compares else None
                 made = Output(call, number, last, version_of(tensor))
                 # The graph keeps the record of the output, so that a backward in a later window
-                # finds it. Of the script's hooks all run after the first and before the second.
+                # finds it.
                 node: Any = tensor.grad_fn
                 place = tensor.output_nr
-                if self.gradients is not None:
-                    hook: Any = tensor.register_hook
-                    hook(Hook(self, "gradient_comes", made))
                 node.register_hook(Hook(self, "add_gradient", made, place))
                 node.metadata.setdefault(self._key, {})[place] = made
 
@@ -354,31 +331,21 @@ class WindowRecording(ForwardListener):
         found: Output | None = node.metadata.get(self._key, {}).get(place)
         return found
 
-    def gradient_comes(self, output: Output, grad: Any) -> None:
-        if is_tensor(grad) and not (is_transformed() or is_batched(grad) or is_replaying()):
-            output.incoming = Kept(grad, version_of(grad))
-
     def add_gradient(self, output: Output, place: int, _: Any, grads: Any) -> None:
         grad, call = grads[place], output.call
-        incoming, output.incoming = output.incoming, None
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
         # Outside of a backward it is torch.autograd.grad, which leaves no gradient on a parameter.
-        is_outside = not self.backwards or self.backwards[-1].has_ended
-        if torch.is_grad_enabled() and not (is_outside and self.gradients is not None):
-            self.left_out = Obstacle.DIFFERENTIATED
-        if self.left_out or is_outside:
+        if self.left_out or not self.backwards or self.backwards[-1].has_ended:
             return
         backward = self.backwards[-1]
+        if torch.is_grad_enabled():
+            self.left_out = Obstacle.DIFFERENTIATED
+            return
         if call.backward not in (None, backward):
             self.left_out = Obstacle.TWICE
             return
         size = 0
-        is_hooked = (
-            incoming is None or incoming.tensor is not grad or incoming.version != version_of(grad)
-        )
-        if is_hooked and not output.is_root and self.gradients is not None:
-            self.gradients.obstacle = Obstacle.HOOK
         if output.is_root:
             output.grad, size = Kept(grad, version_of(grad)), _bytes(grad)
         if call.backward is None:
@@ -391,7 +358,7 @@ class WindowRecording(ForwardListener):
 
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
-    ) -> ForwardCall | None:
+    ) -> ForwardCall:
         inputs, roots = list[Kept](), list[Any]()
 
         def detach(tensor: Tensor) -> Tensor:
@@ -408,11 +375,7 @@ class WindowRecording(ForwardListener):
             inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
             return plain
 
-        try:
-            args, kwargs = map_tensors((args, kwargs), detach)
-        except Exception as error:  # raised by the user's containers; the forward goes on
-            self.left_out = f"{Obstacle.NO_COPY} ({type(error).__name__}: {error})"
-            return None
+        args, kwargs = map_tensors((args, kwargs), detach)
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         autocast = [
@@ -431,7 +394,7 @@ class WindowRecording(ForwardListener):
             random_state(device),
             autocast,
             self._forwards,
-            [] if self.gradients is None else self._copies.keep(unwrap(module)),
+            self._copies.keep(unwrap(module)),
         )
 
     def _count(self, size: int) -> None:

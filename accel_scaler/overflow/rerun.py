@@ -7,7 +7,7 @@ and random state, no more. ``make_again`` runs it for its gradients, at another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -86,7 +86,6 @@ def make_again(
         :func:`as_overflowed` puts others in their place.
     """
     gradients, calls, pairs = recording.gradients, recording.calls, list[tuple[Tensor, Tensor]]()
-    assert gradients is not None
     models = list(recording.models)
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
     with _restored(models, calls[0].device, parameters, keeps_buffers=changes_model) as writes:
@@ -95,15 +94,15 @@ def make_again(
         def as_before(call: ForwardCall) -> Iterator[None]:
             for each in () if changes_model else call.buffers:
                 each.restore()
-            with writes, _reducing(recording.parallel, call.syncs):
+            with writes, ExitStack() as stack:
+                for wrapper in set(recording.parallel) - set(call.syncs):
+                    stack.enter_context(wrapper.no_sync())
                 yield
 
         for each in (each for call in reversed(calls) for each in call.buffers):
             each.restore()
         gradients.clear(parameters)
         for backward in recording.backwards:
-            for p in parameters:
-                p.requires_grad_(id(p) not in backward.frozen)
             made = _forwards(backward, as_before)
             for model in sharded:
                 model.set_requires_gradient_sync(backward.has_given, recurse=False)
@@ -199,22 +198,6 @@ def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> No
 
 
 @contextmanager
-def _reducing(
-    models: Iterable[DistributedDataParallel], syncs: Container[DistributedDataParallel]
-) -> Iterator[None]:
-    """In the block the forwards of ``syncs`` lead to a backward that reduces gradients, and the
-    forwards of other ``models`` to a backward that does not."""
-    before = [(model, model.require_backward_grad_sync) for model in models]
-    for model, _ in before:
-        model.require_backward_grad_sync = model in syncs
-    try:
-        yield
-    finally:
-        for model, synced in before:
-            model.require_backward_grad_sync = synced
-
-
-@contextmanager
 def _restored(
     models: Iterable[Module],
     device: torch.device,
@@ -228,9 +211,8 @@ def _restored(
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device)
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    stay = {id(p): p for p in remade}
-    flags = [(p, p.requires_grad) for p in (parameters | stay).values()]
-    grads = [(p, p.grad) for p, trains in flags if trains and id(p) not in stay]
+    stay = set(map(id, remade))
+    grads = [(p, p.grad) for p in parameters.values() if p.requires_grad and id(p) not in stay]
     places = [] if keeps_buffers else [(m._buffers, dict(m._buffers)) for m in modules]
     buffers = [(b, b.clone()) for _, own in places for b in own.values() if b is not None]
     writes, handles = _CopyOnWrite(parameters.values()), list[Any]()
@@ -250,8 +232,6 @@ def _restored(
             place.update(own)
         for b, copy in buffers:
             b.data.copy_(copy)
-        for p, flag in flags:
-            p.requires_grad_(flag)
         for p, grad in grads:
             p.grad = grad
         writes.restore()

@@ -27,7 +27,7 @@ from .gradients import largest_of
 from .meeting import Meeting
 from .obstacle import Obstacle
 from .recording import WindowRecording
-from .rerun import as_overflowed, make_again
+from .rerun import fill_with_inf, make_again
 
 logger = logging.getLogger("accel_scaler")
 
@@ -125,7 +125,7 @@ class GradientMaker:
         window.first_scale = window.first_scale or self.scaler.window_scale
         is_made = self.retries and self._retry(window, bad)
         if not is_made and (scale := self.heal(window)) is not None:
-            is_made = self._make(window, bad, scale, changes_model=True)
+            is_made = self._make(window, bad, scale)
         window.retry_s += time.perf_counter() - start
         if not is_made:
             self._given_up = window
@@ -159,20 +159,15 @@ class GradientMaker:
         is_last = max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES
         if self.meeting.any(is_lost or is_last):
             return False  # no scale helps, or no lower one is left
-        return self._make(window, bad, lower, changes_model=bool(window.healed))
+        return self._make(window, bad, lower)
 
-    def _make(
-        self, window: Window, bad: Sequence[Optimizer], scale: float, changes_model: bool
-    ) -> bool:
+    def _make(self, window: Window, bad: Sequence[Optimizer], scale: float) -> bool:
         """Make gradients again at this scale, on every rank or on none. Returns whether that was
-        done. ``changes_model``: modules run in float32 since."""
+        done."""
         optimizers, why = self._made_with(window, bad)
         params = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-        why = why or self.recording.obstacle_to_gradients(params, changes_model)
-        why = self.meeting.first(why)
-        if not why:
-            fine = {id(p) for o in self.scaler.managed if o not in bad for p in parameters_of(o)}
-            why = self._run(window, params, fine, scale, changes_model)
+        why = why or self.recording.obstacle_to_gradients(params, bool(window.healed))
+        why = self.meeting.first(why) or self._run(window, params, scale)
         if why:
             self._warn_once(window, why)
             return False
@@ -183,19 +178,11 @@ class GradientMaker:
         self.scaler.write_state(replace(state, scale=scale, growth_tracker=0))
         return True
 
-    def _run(
-        self,
-        window: Window,
-        params: list[Tensor],
-        fine: set[int],
-        scale: float,
-        changes_model: bool,
-    ) -> str:
+    def _run(self, window: Window, params: list[Tensor], scale: float) -> str:
         """Make these gradients again. Returns why that has failed on some rank, "" if on none.
-        After a failure the gradients are as after any overflow."""
+        After a failure all of them are inf."""
         assert window.first_scale is not None
-        factor = scale / window.first_scale
-        put_back, why = as_overflowed(params, fine), "interrupted"
+        factor, changes_model, why = scale / window.first_scale, bool(window.healed), "interrupted"
         try:
             why = make_again(
                 self.recording, params, self.around_backward, scale, factor, changes_model
@@ -207,7 +194,7 @@ class GradientMaker:
             why = Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
         finally:
             if why:
-                put_back()
+                fill_with_inf(params)
         return why
 
     def _made_with(self, window: Window, bad: Sequence[Optimizer]) -> tuple[list[Optimizer], str]:

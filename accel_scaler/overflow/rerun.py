@@ -7,7 +7,7 @@ and random state, no more. ``make_again`` runs it for its gradients, at another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..models import as_replay, is_fsdp2
-from ..scaling import Origin, local
+from ..scaling import Origin, gradients_of, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
 from .obstacle import Obstacle
@@ -82,8 +82,7 @@ def make_again(
         changes_model: the outputs may be others than the window's.
 
     Raises:
-        Whatever the model raises. The gradients are anything then, as where it returns a reason;
-        :func:`as_overflowed` puts others in their place.
+        Whatever the model raises. The gradients are anything then, as where it returns a reason.
     """
     gradients, calls, pairs = recording.gradients, recording.calls, list[tuple[Tensor, Tensor]]()
     models = list(recording.models)
@@ -118,24 +117,10 @@ def make_again(
     return why if all(torch.allclose(*pair, rtol=1e-3) for pair in pairs) else Obstacle.OTHER_OUTPUT
 
 
-def as_overflowed(parameters: Sequence[Tensor], kept: Collection[int]) -> Callable[[], None]:
-    """A function to call where :func:`make_again` has failed: gradients are as after any overflow.
-    They are the tensors of now, with inf; with their values of now, of which host memory has a copy
-    until then, where ``kept`` has the ``id`` of the parameter. Synchronises."""
-    before = []
-    for p, grad in ((p, p.grad) for p in parameters):
-        is_kept = grad is not None and (id(p) in kept or grad.is_sparse)  # these cannot be filled
-        values = local(grad).to("cpu", copy=True) if is_kept else torch.tensor(math.inf)
-        before.append((p, grad, values))
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for p, grad, values in before:
-            p.grad = grad
-            if grad is not None:
-                local(grad).copy_(values)
-
-    return put_back
+def fill_with_inf(parameters: Sequence[Tensor]) -> None:
+    """Where :func:`make_again` has failed: leave gradients as an overflow does."""
+    for grad in map(local, gradients_of(parameters)):
+        (grad._values() if grad.is_sparse else grad).detach().fill_(math.inf)
 
 
 def _forwards(

@@ -18,7 +18,6 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradScaler, Origin, Window, has_ranks, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
-from .hooks import ForwardListener
 from .making import GradientMaker
 from .meeting import Meeting
 from .obstacle import Obstacle
@@ -198,7 +197,7 @@ class OverflowExplainer(Observer):
             listener.close()
         self._explained = None
 
-    def _listeners(self) -> list[ForwardListener]:
+    def _listeners(self) -> list[WindowRecording | OverflowFinder]:
         return [each for each in (self.recording, self.finder) if each is not None]
 
     def _explain(self, window: Window) -> Origin | None:

@@ -64,10 +64,6 @@ class ForwardListener:
         stack: list[Any] = self._threads.__dict__.setdefault("stack", [])
         return stack
 
-    def before_backward(self, loss: Any) -> None:
-        """A backward from this unscaled loss (a tensor, or a container) is about to start."""
-        raise NotImplementedError
-
     def end_window(self) -> None:
         """An optimizer has stepped. Another one may still step, and overflow, in the same window,
         so nothing is dropped before the next forward or backward."""

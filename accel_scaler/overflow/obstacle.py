@@ -25,7 +25,7 @@ class Obstacle(str, Enum):
     # The forwards would be others by now.
     MOVED = "its parameters were changed between a forward and the step"
     UPDATED = "its parameters were updated since a forward of an earlier step"
-    FIRST_WRITE = "a buffer was written to for the first time"
+    LARGE_BUFFER = "a buffer of more than 65536 elements was written to"
     WRITES = "its forward writes to its parameters"
     OTHER_OUTPUT = "its forward gave another output: it has state of its own"
 

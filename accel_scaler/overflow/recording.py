@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import local, parameters_of
-from .buffers import BufferCopies, KeptBuffer
 from .gradients import WindowGradients, version_of
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .obstacle import Obstacle
@@ -45,7 +44,8 @@ MAX_BYTES = 1 << 28
 
 BYTES_OF_RANDOM_STATE = 1 << 14
 
-T = TypeVar("T")
+MAX_COPIED = 1 << 16
+"""The elements of the largest buffers that are copied before each forward."""
 
 
 class Kept(NamedTuple):
@@ -58,6 +58,24 @@ class Kept(NamedTuple):
     """The output of another forward that this input is."""
 
 
+class KeptBuffer(NamedTuple):
+    """A buffer of a model, as it was before a forward."""
+
+    place: dict[str, Any]
+    """The ``_buffers`` of its module."""
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+    """None: it is too large."""
+
+    def restore(self) -> None:
+        """Give the buffer its earlier values; version counters stay."""
+        if self.copy is not None:
+            self.place[self.name] = self.tensor
+            self.tensor.data.copy_(self.copy)
+
+
 @dataclass(eq=False, slots=True)
 class ForwardCall:
     """A forward, as the head of this file defines it."""
@@ -66,7 +84,6 @@ class ForwardCall:
     """The model, without wrappers other than DDP's; or the method ``compute_loss``."""
     syncs: weakref.WeakSet[DistributedDataParallel]
     """The wrappers that reduce gradients in the backward of this forward."""
-    device: torch.device
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Kept]
@@ -140,7 +157,6 @@ class WindowRecording(ForwardListener):
         self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._key = object()
         """The key of our entry in the metadata of a graph's nodes."""
-        self._copies = BufferCopies()
         self._forwards = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many forwards there were before the last update of each optimizer."""
@@ -151,6 +167,11 @@ class WindowRecording(ForwardListener):
     def calls(self) -> list[ForwardCall]:
         """The forwards that backwards of this window have reached."""
         return [call for backward in self.backwards for call in backward.calls]
+
+    @property
+    def buffers(self) -> list[KeptBuffer]:
+        """The buffers before these forwards, the last forward first."""
+        return [each for call in reversed(self.calls) for each in call.buffers]
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Record this model's training forwards. Does nothing the second time.
@@ -173,7 +194,7 @@ class WindowRecording(ForwardListener):
             self.models.setdefault(plain)
             self._listen(hooked, weakref.ref(run if is_wrapped else plain), prepend=True)
 
-    def call(self, method: Callable[..., T], model: Module, *args: Any, **kwargs: Any) -> T:
+    def call(self, method: Callable[..., Any], model: Module, *args: Any, **kwargs: Any) -> Any:
         """``method(model, *args, **kwargs)``, a Trainer's ``compute_loss``, as one forward."""
         run, output = weakref.WeakMethod(method), None
         self.enter(run, model, (model, *args), kwargs)
@@ -190,9 +211,6 @@ class WindowRecording(ForwardListener):
             self.new_window()
         self._stack().clear()  # a forward that was interrupted never left
         self.gradients.before_backward(is_first=not self.backwards)
-        self._count(_bytes(loss))
-        if self.left_out:
-            del self.backwards[:-1]
         self.backwards.append(Backward(loss.detach()))
         if not self.left_out:
             self._find_roots(loss)
@@ -263,9 +281,11 @@ class WindowRecording(ForwardListener):
             return Obstacle.MOVED
         if not all(backward.has_ended for backward in self.backwards):
             return Obstacle.UNFINISHED
+        for each in self.buffers:
+            is_same = each.place.get(each.name) is each.tensor
+            if each.copy is None and not (is_same and version_of(each.tensor) == each.version):
+                return Obstacle.LARGE_BUFFER
         for call in self.calls:
-            if any(each.is_written and each.copy is None for each in call.buffers):
-                return Obstacle.FIRST_WRITE
             steps = [o for o, number in self._stepped.items() if number >= call.number]
             run = call.run() if steps else None
             own = [run] if isinstance(run, Module) else self.models
@@ -285,7 +305,7 @@ class WindowRecording(ForwardListener):
     def restore_statistics(self) -> None:
         """Put back buffers, such as running statistics, that are no longer finite: no later window
         would remove inf or NaN from them. Synchronises."""
-        for each in (each for call in reversed(self.calls) for each in call.buffers):
+        for each in self.buffers:
             if each.copy is not None and not bool(each.tensor.isfinite().all()):
                 each.tensor.copy_(each.copy)
 
@@ -376,8 +396,7 @@ class WindowRecording(ForwardListener):
             return plain
 
         args, kwargs = map_tensors((args, kwargs), detach)
-        first = next(module.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
+        device = device_of(module)
         autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
@@ -386,7 +405,6 @@ class WindowRecording(ForwardListener):
         return ForwardCall(
             run,
             weakref.WeakSet(m for m in self.parallel if m.require_backward_grad_sync),
-            device,
             args,
             kwargs,
             inputs,
@@ -394,7 +412,7 @@ class WindowRecording(ForwardListener):
             random_state(device),
             autocast,
             self._forwards,
-            self._copies.keep(unwrap(module)),
+            _kept_buffers(unwrap(module)),
         )
 
     def _count(self, size: int) -> None:
@@ -410,6 +428,20 @@ class WindowRecording(ForwardListener):
             for output in backward.outputs:  # a graph may keep it
                 output.grad, output.call.backward, output.is_root = None, None, False
             backward.outputs.clear()
+
+
+def _kept_buffers(model: Module) -> list[KeptBuffer]:
+    found = []
+    for place in (module._buffers for module in model.modules()):
+        for name, b in place.items():
+            if b is not None:
+                copy = b.detach().clone() if b.numel() <= MAX_COPIED else None
+                found.append(KeptBuffer(place, name, b, version_of(b), copy))
+    return found
+
+
+def device_of(module: Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def random_state(device: torch.device) -> Callable[[], None]:

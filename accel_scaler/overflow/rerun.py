@@ -23,7 +23,15 @@ from ..scaling import Origin, gradients_of, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
 from .obstacle import Obstacle
-from .recording import Backward, ForwardCall, Output, WindowRecording, last_of, random_state
+from .recording import (
+    Backward,
+    ForwardCall,
+    Output,
+    WindowRecording,
+    device_of,
+    last_of,
+    random_state,
+)
 
 
 def run_again(
@@ -46,8 +54,7 @@ def run_again(
         Whatever the model raises; all is put back then, too.
     """
     models = list(recording.models)
-    device = recording.calls[0].device
-    with _restored(models, device) as writes, writes, closing(OverflowFinder()) as finder:
+    with _restored(models) as writes, writes, closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
         for backward in recording.backwards:
@@ -65,10 +72,10 @@ def run_again(
 def make_again(
     recording: WindowRecording,
     parameters: Sequence[Tensor],
-    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    scale: float = 1.0,
-    factor: float = 1.0,
-    changes_model: bool = False,
+    around_backward: Callable[[], AbstractContextManager[None]],
+    scale: float,
+    factor: float,
+    changes_model: bool,
 ) -> str:
     """Make the gradients of ``parameters`` again, through the wrapped models and with the
     collectives of ordinary backwards. Returns why these are not the window's; "": they are.
@@ -84,10 +91,9 @@ def make_again(
     Raises:
         Whatever the model raises. The gradients are anything then, as where it returns a reason.
     """
-    gradients, calls, pairs = recording.gradients, recording.calls, list[tuple[Tensor, Tensor]]()
-    models = list(recording.models)
+    models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    with _restored(models, calls[0].device, parameters, keeps_buffers=changes_model) as writes:
+    with _restored(models, parameters, keeps_buffers=changes_model) as writes:
 
         @contextmanager
         def as_before(call: ForwardCall) -> Iterator[None]:
@@ -98,9 +104,9 @@ def make_again(
                     stack.enter_context(wrapper.no_sync())
                 yield
 
-        for each in (each for call in reversed(calls) for each in call.buffers):
+        for each in recording.buffers:
             each.restore()
-        gradients.clear(parameters)
+        recording.gradients.clear(parameters)
         for backward in recording.backwards:
             made = _forwards(backward, as_before)
             for model in sharded:
@@ -109,7 +115,7 @@ def make_again(
                 _run_backward(made, {o: g.tensor * factor for o, g in backward.seeds.items()})
             lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
-        why = gradients.accept(parameters, scale, factor)
+        why = recording.gradients.accept(parameters, scale, factor)
     if writes.has_written:
         return Obstacle.WRITES
     if changes_model:
@@ -184,17 +190,14 @@ def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> No
 
 @contextmanager
 def _restored(
-    models: Iterable[Module],
-    device: torch.device,
-    remade: Sequence[Tensor] = (),
-    keeps_buffers: bool = False,
+    models: Sequence[Module], remade: Sequence[Tensor] = (), keeps_buffers: bool = False
 ) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
     afterwards as they were, but for the gradients of the parameters ``remade``, and for the buffers
     with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as hooks have seen
     it, so that there is no need of memory for all of them."""
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-    restore_random_state = random_state(device)
+    restore_random_state = random_state(device_of(models[0]))
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     stay = set(map(id, remade))
     grads = [(p, p.grad) for p in parameters.values() if p.requires_grad and id(p) not in stay]

@@ -139,19 +139,17 @@ class OverflowExplainer(Observer):
             self._find(window)
         if self.recording is not None:
             self.recording.restore_statistics()
-        state, before, first = self.scaler.read_state(), window.before, window.first_scale
+        before, first = window.before, window.first_scale
         if window.found_inf and window.retries and before is not None and first is not None:
             # No lower scale has helped: the skip halves the first scale, as any other skip.
-            state = self.scaler.rule.advance(replace(before, scale=first), True)
+            self.scaler.write_state(self.scaler.rule.advance(replace(before, scale=first), True))
         elif window.healed:  # the scale did not fall because it was too large
-            state = replace(state, scale=max(self._first_scale, state.scale))
-        if state != self.scaler.read_state():
-            self.scaler.write_state(state)
+            state = self.scaler.read_state()
+            self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
 
     def _is_explained(self, window: Window) -> bool:
-        return self._explained is window and (
-            self._explained_together or not self.meeting.is_together
-        )
+        is_enough = self._explained_together or not self.meeting.is_together
+        return self._explained is window and is_enough
 
     def _find(self, window: Window) -> None:
         """Find out where the window overflowed, and heal that."""
@@ -165,7 +163,7 @@ class OverflowExplainer(Observer):
         self._in_a_row, self._first_scale = max(in_a_row), max(first_scales)
         window.bad_losses = sum(bad)
         if self.finder is None and any(watches):
-            self._start_watching("")
+            self._start_watching()
         origin = self._explain(window) if self.how != "off" else None
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
@@ -210,7 +208,7 @@ class OverflowExplainer(Observer):
         if (self._in_a_row - self.after) % ONE_IN:
             return None
         if self.recording is None:
-            self._start_watching("")
+            self._start_watching()
             return None
         factor = 1 / window.first_scale if window.first_scale and window.retries else None
         found, why = self._run_again(self.recording, factor)
@@ -267,12 +265,14 @@ class OverflowExplainer(Observer):
                 100 * healer.share(self.models),
             )
 
-    def _start_watching(self, why: str) -> None:
+    def _start_watching(self, why: str = "") -> None:
         """Watch modules while they run. ``why``: the window could not be run again."""
-        if why:
-            self._warn_once(
-                f"where the overflow began was not seen by running the step again: {why}. The "
-                "next steps are watched while they run (see find_overflow)."
+        if why and why not in self._logged:
+            self._logged.add(why)
+            logger.warning(
+                "where the overflow began was not seen by running the step again: %s. The next "
+                "steps are watched while they run (see find_overflow).",
+                why,
             )
         self.finder = OverflowFinder()
         self._left_to_watch = MAX_WATCHED if self.recording is None else 1
@@ -283,8 +283,3 @@ class OverflowExplainer(Observer):
         if self.finder is not None and not self.always:
             self.finder.close()
             self.finder = None
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            logger.warning("%s", message)

@@ -23,9 +23,6 @@ MIN_OVERFLOWS = 3
 """Windows in a row in which the backward of one module overflows at scale 1, before it is healed. A
 single batch may do that in a sound model."""
 
-MAX_MODULES = 8
-"""The most modules that are healed in one window."""
-
 MAX_RUNS = 24
 """The most runs of one window in search of modules to heal."""
 
@@ -100,7 +97,7 @@ class Healer:
         """The names of modules that cure the overflow in ``name``, or why there are none."""
         tried: list[str] = []
         runs = 0
-        while name and runs < MAX_RUNS and len(tried) < MAX_MODULES:
+        while name and runs < MAX_RUNS:
             names = [each for each in tried if not _is_in(each, name)] + [name]
             if any_rank(self.share(models, names) > MAX_SHARE):
                 return [], (

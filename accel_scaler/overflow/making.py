@@ -163,11 +163,23 @@ class GradientMaker:
 
     def _make(self, window: Window, bad: Sequence[Optimizer], scale: float) -> bool:
         """Make gradients again at this scale, on every rank or on none. Returns whether that was
-        done."""
+        done. Where it fails midway all of them are inf."""
+        assert window.first_scale is not None
+        factor, changes_model = scale / window.first_scale, bool(window.healed)
         optimizers, why = self._made_with(window, bad)
         params = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-        why = why or self.recording.obstacle_to_gradients(params, bool(window.healed))
-        why = self.meeting.first(why) or self._run(window, params, scale)
+        why = self.meeting.first(why or self.recording.obstacle_to_gradients(params, changes_model))
+        if not why:
+            given = self.recording, params, self.around_backward, scale, factor, changes_model
+            try:
+                why = make_again(*given)
+            except Exception as error:  # the model raised it, or memory ran out; the log names it
+                if has_ranks():
+                    raise  # other ranks wait for this one in a collective
+                why = Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
+            why = self.meeting.first(why)
+            if why:
+                fill_with_inf(params)
         if why:
             self._warn_once(window, why)
             return False
@@ -177,25 +189,6 @@ class GradientMaker:
         state = self.scaler.read_state()
         self.scaler.write_state(replace(state, scale=scale, growth_tracker=0))
         return True
-
-    def _run(self, window: Window, params: list[Tensor], scale: float) -> str:
-        """Make these gradients again. Returns why that has failed on some rank, "" if on none.
-        After a failure all of them are inf."""
-        assert window.first_scale is not None
-        factor, changes_model, why = scale / window.first_scale, bool(window.healed), "interrupted"
-        try:
-            why = make_again(
-                self.recording, params, self.around_backward, scale, factor, changes_model
-            )
-            why = self.meeting.first(why)
-        except Exception as error:  # the model raised it, or memory ran out; the log names it
-            if has_ranks():
-                raise  # other ranks wait for this one in a collective
-            why = Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
-        finally:
-            if why:
-                fill_with_inf(params)
-        return why
 
     def _made_with(self, window: Window, bad: Sequence[Optimizer]) -> tuple[list[Optimizer], str]:
         """The optimizers whose gradients are made again, or why those of ``bad`` cannot be.

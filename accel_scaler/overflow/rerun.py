@@ -241,7 +241,10 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for tensor in tree_leaves((args, kwargs)):
+            declared = func._schema.arguments
+            given = {each.name: arg for each, arg in zip(declared, args, strict=False)} | kwargs
+            writes = [a.name for a in declared if a.alias_info and a.alias_info.is_write]
+            for tensor in tree_leaves([given.get(name) for name in writes]):
                 address = _address(tensor) if is_tensor(tensor) else 0
                 if address in self._addresses and address not in self._copies:
                     storage = tensor.untyped_storage()

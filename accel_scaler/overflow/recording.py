@@ -12,8 +12,7 @@ roots, from the gradients that had come to them, times the ratio of the scales. 
 matter how the loss was computed. Every other output gets its gradient on the way, from a forward
 that took it. :class:`Obstacle` lists the reasons why a window cannot be made again.
 
-The record holds references, and copies of the buffers that forwards write to. Nothing is read from
-the device.
+The record holds references, and copies of small buffers. Nothing is read from the device.
 """
 
 from __future__ import annotations
@@ -173,6 +172,11 @@ class WindowRecording(ForwardListener):
         """The buffers before these forwards, the last forward first."""
         return [each for call in reversed(self.calls) for each in call.buffers]
 
+    @property
+    def seeds(self) -> list[Kept]:
+        """The gradients that came to roots."""
+        return [seed for backward in self.backwards for seed in backward.seeds.values()]
+
     def watch(self, prepared: Module, inner: Module) -> None:
         """Record this model's training forwards. Does nothing the second time.
 
@@ -262,9 +266,8 @@ class WindowRecording(ForwardListener):
             return Obstacle.NOT_SEEN
         if any(call.run() is None for call in self.calls):
             return Obstacle.MODEL_GONE
-        kept = [each for call in self.calls for each in call.inputs]
-        kept += [seed for backward in self.backwards for seed in backward.seeds.values()]
-        if any(each.version != version_of(each.tensor) for each in kept):
+        inputs = [each for call in self.calls for each in call.inputs]
+        if any(each.version != version_of(each.tensor) for each in (*inputs, *self.seeds)):
             return Obstacle.CHANGED_INPUT
         return ""
 
@@ -294,7 +297,7 @@ class WindowRecording(ForwardListener):
                 return Obstacle.UPDATED
         if self.gradients.dirty.intersection(map(id, parameters)):
             return Obstacle.ADDED
-        for seed in (seed for backward in self.backwards for seed in backward.seeds.values()):
+        for seed in self.seeds:
             if not bool(local(seed.tensor).isfinite().all()):
                 return Obstacle.INFINITE
             if changes_model and seed.tensor.numel() != 1:

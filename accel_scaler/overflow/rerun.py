@@ -58,7 +58,7 @@ def run_again(
         for model in models:
             finder.watch(model)
         for backward in recording.backwards:
-            made = _forwards(backward, lambda _: nullcontext(), without_ddp=True)
+            made = _forwards(backward)
             losses, seeds = [backward.loss], {o: g.tensor for o, g in backward.seeds.items()}
             if factor is not None:  # the window's own loss may be inf
                 losses = [made[output] for output in seeds if made[output].numel() == 1]
@@ -131,14 +131,14 @@ def fill_with_inf(parameters: Sequence[Tensor]) -> None:
 
 def _forwards(
     backward: Backward,
-    around: Callable[[ForwardCall], AbstractContextManager[Any]],
-    without_ddp: bool = False,
+    around: Callable[[ForwardCall], AbstractContextManager[Any]] | None = None,
 ) -> dict[Output, Tensor]:
-    """Run the forwards of a backward again. Returns the new tensor of each output."""
+    """Run the forwards of a backward again, ``around`` each of them; None: without DDP's wrapper.
+    Returns the new tensor of each output."""
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
-        with around(call):
-            returned = _forward(call, made, without_ddp)
+        with nullcontext() if around is None else around(call):
+            returned = _forward(call, made, without_ddp=around is None)
         made |= {o: returned[o.number] for o in backward.outputs if o.call is call}
     return made
 

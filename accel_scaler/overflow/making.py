@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from ..scaling import (
     GradScaler,
     Window,
-    find_nonfinite,
-    gradients_of,
     has_ranks,
     local,
     parameters_of,
@@ -105,14 +103,15 @@ class GradientMaker:
             self._growth = self.scaler.window, is_room
         return self._growth[1]
 
-    def make_again(self, stepping: Optimizer | None = None) -> bool:
+    def make_again(self) -> bool:
         """Where gradients of the open window have overflowed: make them again, at a lower scale or
         with modules in float32. Returns whether there are others now, which are to be checked.
 
         Synchronises, and ranks communicate where they have overflowed together.
         """
         window = self.scaler.window
-        bad = self._overflowed(window, stepping)
+        records = {optimizer: window.known(optimizer) for optimizer in self.scaler.managed}
+        bad = [each for each, record in records.items() if record is not None and record.is_bad]
         if not bad:
             return False
         self.meeting.meet(bad, window)
@@ -130,24 +129,6 @@ class GradientMaker:
         if not is_made:
             self._given_up = window
         return is_made
-
-    def _overflowed(self, window: Window, stepping: Optimizer | None) -> list[Optimizer]:
-        """The optimizers whose gradients have overflowed in the window. Before one steps the others
-        are looked at, too, since afterwards it is too late."""
-        managed = self.scaler.managed
-        bad = [o for o in managed if (record := window.known(o)) is not None and record.is_bad]
-        others = [o for o in managed if o is not stepping and o not in bad] if stepping else []
-        return bad + [o for o in others if self._is_bad(window, o)]
-
-    def _is_bad(self, window: Window, optimizer: Optimizer) -> bool:
-        """Whether unchecked gradients of ``optimizer`` have overflowed in this window. False where
-        ranks have parts of them, which may not come together here."""
-        record, params = window.known(optimizer), parameters_of(optimizer)
-        is_decided = record is not None and record.stage is not OptState.READY
-        if is_decided or self.scaler.ranks.has_parts(optimizer):
-            return False
-        is_found = next(find_nonfinite(gradients_of(params)), None) is not None
-        return is_found and self.gradients.dirty.isdisjoint(map(id, params))
 
     def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
         """Make gradients again at the next lower scale. Returns whether that was done."""

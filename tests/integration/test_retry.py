@@ -679,10 +679,9 @@ def test_what_no_scale_cures_is_an_ordinary_skip_and_explained(
         assert "cannot be made again" not in caplog.text
 
 
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("second", "clip"), [(False, None), (False, 1.0), (True, 1.0)])
 def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
-    """Only one of them overflows, perhaps the one that steps last: both step at the lower scale."""
+    """Only one of them overflows, and none has stepped: both step at the lower scale."""
 
     def run(scale: float, **settings: Any) -> tuple[Any, list[Any]]:
         with attached(None, init_scale=scale, **settings) as accelerator:
@@ -693,9 +692,10 @@ def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
                 sizes = (1.0, 2.0**4) if second else (2.0**4, 1.0)
                 parts = [m(torch.full((4,), s)) for m, s in zip(models, sizes, strict=True)]
                 accelerator.backward(parts[0] + parts[1])
-                for net, optimizer in zip(nets, optimizers, strict=True):
+                for net in nets:
                     if clip is not None:
                         accelerator.clip_grad_norm_(net.parameters(), clip)
+                for optimizer in optimizers:
                     optimizer.step()
                     assert not optimizer.step_was_skipped
                     optimizer.zero_grad()
@@ -707,3 +707,16 @@ def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
     assert not any(r.skipped for r in (*records, *plain))
     assert records[-1].scale == 2.0**11
     assert_same(high, low)
+
+
+def test_an_overflow_that_is_met_after_another_optimizer_has_stepped_is_a_skip() -> None:
+    with attached(None, on_overflow="retry", init_scale=2.0**15) as accelerator:
+        nets = Plain(), Plain()
+        models = accelerator.prepare(*nets)
+        optimizers = accelerator.prepare(*(sgd(net.parameters()) for net in nets))
+        losses = [model(torch.full((4,), x)) for model, x in zip(models, (0.5, 64.0), strict=True)]
+        accelerator.backward(sum(losses))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [each.step_was_skipped for each in optimizers] == [False, True]
+        assert accelerator.scaler.get_scale() == 2.0**14

@@ -54,13 +54,13 @@ class Range:
 
     @staticmethod
     def read(ranges: Iterable[Range]) -> None:
-        """Read many ranges. Synchronises once for each device and dtype."""
-        kinds: dict[Any, list[Range]] = {}
+        """Read many ranges. Synchronises once for each device."""
+        by_device: dict[torch.device, list[Range]] = {}
         for each in ranges:
             if each._pair is None:
-                kinds.setdefault((each._held.device, each._held.dtype), []).append(each)
-        for found in kinds.values():
-            rows = torch.stack([each._held for each in found]).tolist()
+                by_device.setdefault(each._held.device, []).append(each)
+        for found in by_device.values():
+            rows = torch.cat([each._held for each in found]).view(-1, 2).tolist()
             for each, (lo, hi) in zip(found, rows, strict=True):
                 each._pair = lo, hi
 

@@ -179,7 +179,8 @@ class ScalerConfig:
         on_overflow: What happens to a step whose gradients overflow. skip: it is lost. retry: its
             forwards and backwards run again at lower scales, and the optimizer steps.
         growth_headroom: With retry: whether the scale grows only while the largest gradient since
-            the last growth leaves room. False: whenever growth_interval says so, as with skip.
+            the last growth leaves room. False, or among several ranks: whenever growth_interval
+            says so, as with skip.
         find_overflow: How to find the module in which an overflow began. replay: run the skipped
             step again, then restore parameters, buffers and random state, nothing else. always:
             watch every module in every step (slow). off: name parameters only. auto: replay with

@@ -121,7 +121,7 @@ class Attachment:
             self.device,
             self.explainer,
             self.recorder,
-            rerun=self.explainer if self.explainer and self.explainer.makes_again else None,
+            rerun=None if self.explainer is None else self.explainer.maker,
             skip_nonfinite=config.skip_nonfinite,
             skip_norm_above=config.skip_norm_above,
         )

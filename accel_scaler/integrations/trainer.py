@@ -48,7 +48,7 @@ class ScaledTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; where a window may be made again, this call is recorded for it."""
         explainer = self._attachment and self._attachment.explainer
-        if not explainer or explainer.recording is None or not explainer.makes_again:
+        if not explainer or explainer.recording is None:
             return super().compute_loss(model, *args, **kwargs)
         return explainer.recording.call(self._own_compute_loss, model, *args, **kwargs)
 

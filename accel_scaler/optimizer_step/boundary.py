@@ -182,13 +182,13 @@ class Boundary:
             return True
         self._idle.pop(optimizer, None)
         self._trained.add(optimizer)
-        record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
+        record = self.check.until_finite(lambda: self.check.check(optimizer))
         if record.edited_norm is not None:
             norm, scale = record.edited_norm, scaler.window_scale
             self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
         has_moved = self._launch(optimizer, record, stepper)
         if scaler.window.known(optimizer) is not record:  # a clip that was read has spoilt them
-            record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
+            record = self.check.until_finite(lambda: self.check.check(optimizer))
         if record.found_inf:
             record.overflowed = record.overflowed or first_nonfinite(optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):

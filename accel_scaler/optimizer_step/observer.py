@@ -60,5 +60,5 @@ class Rerun(Protocol):
     def has_room(self) -> bool:
         """Whether the scale may grow where that is due."""
 
-    def make_again(self, stepping: Optimizer | None) -> bool:
+    def make_again(self) -> bool:
         """Make the open window's gradients anew if they overflowed; returns whether it did."""

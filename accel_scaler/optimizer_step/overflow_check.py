@@ -70,14 +70,14 @@ class OverflowCheck:
     rerun: Rerun | None = None
     """Makes overflowed gradients anew; None: they are skipped."""
 
-    def until_finite(self, take: Callable[[], T], stepping: Optimizer | None = None) -> T:
+    def until_finite(self, take: Callable[[], T]) -> T:
         """Call ``take``, a clip or a check, and again each time that overflowed gradients were made
-        anew. Returns its last result. ``stepping``: the optimizer that is about to step."""
+        anew. Returns its last result."""
         if self.rerun is None:
             return take()
         self.rerun.before_check()
         result = take()
-        while self.rerun.make_again(stepping):
+        while self.rerun.make_again():
             result = take()
         return result
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Literal
@@ -19,7 +18,6 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradScaler, Origin, Window, has_ranks, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
-from .hooks import ForwardListener
 from .making import GradientMaker
 from .meeting import Meeting
 from .obstacle import Obstacle
@@ -38,7 +36,6 @@ grows once in some thousand windows."""
 
 class OverflowExplainer(Observer):
     """Finds out where each overflow began; writes it to the window's ``origin`` and to the log.
-    Makes the gradients of a window again, at a lower scale or with modules in float32.
 
     See Note [Ranks that explain together].
 
@@ -65,17 +62,24 @@ class OverflowExplainer(Observer):
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
-        self.how, self.after, self.retries = how, after, retries
+        self.how, self.after = how, after
         self.always = how == "always"
         self.meeting = Meeting(scaler)
         self.recording: WindowRecording | None = None
         self.maker: GradientMaker | None = None
-        if retries or healer is not None:
-            self.recording = recording = WindowRecording(self._parameters)
-            ahead = retries and looks_ahead
-            self.maker = GradientMaker(scaler, recording, self.meeting, ahead, around_backward)
-        elif how == "replay":
-            self.recording = WindowRecording()
+        """Makes gradients again, where that is asked for."""
+        if retries or healer is not None or how == "replay":
+            self.recording = WindowRecording(self._parameters)
+        if self.recording is not None and (retries or healer is not None):
+            self.maker = GradientMaker(
+                scaler,
+                self.recording,
+                self.meeting,
+                retries,
+                looks_ahead,
+                self._heal_open,
+                around_backward,
+            )
         self.finder = OverflowFinder() if self.always else None
         self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._left_to_watch = 0
@@ -90,17 +94,7 @@ class OverflowExplainer(Observer):
         """All ranks have explained that window together."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
-        self._given_up: tuple[Window | None, bool] = None, False
-        """The window that is not made again any more, and whether all ranks have given it up."""
         self._logged: set[str] = set()
-
-    @property
-    def makes_again(self) -> bool:
-        """Whether gradients are made again."""
-        return self.maker is not None
-
-    def has_room(self) -> bool:
-        return self.maker is None or self.maker.has_room()
 
     @property
     def models(self) -> list[Module]:
@@ -121,8 +115,8 @@ class OverflowExplainer(Observer):
 
     def before_backward(self, loss: Tensor) -> None:
         stepped, self._stepped = self._stepped, None
-        if stepped is not None and stepped is not self._explained:
-            # The window was fine: a run of overflows is over.
+        if stepped is not None and (stepped is not self._explained or not stepped.found_inf):
+            # The window was fine, or was cured: a run of overflows is over.
             self._explained, self._in_a_row = None, 0
             self._left_to_watch -= 1
             if self._left_to_watch <= 0:
@@ -145,19 +139,17 @@ class OverflowExplainer(Observer):
             self._find(window)
         if self.recording is not None:
             self.recording.restore_statistics()
-        state, before, first = self.scaler.read_state(), window.before, window.first_scale
+        before, first = window.before, window.first_scale
         if window.found_inf and window.retries and before is not None and first is not None:
             # No lower scale has helped: the skip halves the first scale, as any other skip.
-            state = self.scaler.rule.advance(replace(before, scale=first), True)
+            self.scaler.write_state(self.scaler.rule.advance(replace(before, scale=first), True))
         elif window.healed:  # the scale did not fall because it was too large
-            state = replace(state, scale=max(self._first_scale, state.scale))
-        if state != self.scaler.read_state():
-            self.scaler.write_state(state)
+            state = self.scaler.read_state()
+            self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
 
     def _is_explained(self, window: Window) -> bool:
-        return self._explained is window and (
-            self._explained_together or not self.meeting.is_together
-        )
+        is_enough = self._explained_together or not self.meeting.is_together
+        return self._explained is window and is_enough
 
     def _find(self, window: Window) -> None:
         """Find out where the window overflowed, and heal that."""
@@ -171,7 +163,7 @@ class OverflowExplainer(Observer):
         self._in_a_row, self._first_scale = max(in_a_row), max(first_scales)
         window.bad_losses = sum(bad)
         if self.finder is None and any(watches):
-            self._start_watching("another rank could not run it again" if self.recording else "")
+            self._start_watching()
         origin = self._explain(window) if self.how != "off" else None
         if origin is not None:
             window.origin, self.scaler.skips.origin = origin, origin.text
@@ -181,47 +173,12 @@ class OverflowExplainer(Observer):
         if self.healer is not None:
             self._heal(self.healer, window, origin)
 
-    # Making the gradients of a window again: the boundary's ``Rerun``.
-
-    def before_check(self) -> None:
-        if self.maker is not None:
-            self.maker.before_check()
-
-    def make_again(self, stepping: Optimizer | None = None) -> bool:
-        """Where gradients of the open window have overflowed: make them again, at a lower scale or
-        with modules in float32. Returns whether there are others now, which are to be checked.
-
-        Synchronises, and ranks communicate where they have overflowed together.
-        """
-        window, maker = self.scaler.window, self.maker
-        bad = [] if maker is None else maker.overflowed(stepping)
-        if maker is None or not bad:
-            return False
-        start = time.perf_counter()
-        self.meeting.meet(bad, window)
-        given_up, by_all = self._given_up
-        if given_up is window and (by_all or not self.meeting.is_together):
-            return False
-        window.first_scale = window.first_scale or self.scaler.window_scale
-        found = self.retries and maker.retry(window, bad)
-        found = found or self._keep_healed(maker, window, bad)
-        window.retry_s += time.perf_counter() - start
-        if not found:
-            self._given_up = window, self.meeting.is_together
-        return found
-
-    def _keep_healed(self, maker: GradientMaker, window: Window, bad: Sequence[Optimizer]) -> bool:
-        """Keep a window that modules in float32 cure, where only losses came from the model."""
+    def _heal_open(self, window: Window) -> float | None:
+        """Heal the open window. Returns the scale that it had; None where it is not healed now."""
         if self.healer is None or window.healed or self._is_explained(window):
-            return False
+            return None
         self._find(window)
-        if not window.healed:
-            return False
-        scale = max(self._first_scale, window.first_scale or 1.0)
-        if not maker.make(window, bad, scale, changes_model=True):
-            return False
-        self._explained, self._in_a_row = None, 0
-        return True
+        return max(self._first_scale, window.first_scale or 1.0) if window.healed else None
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -238,7 +195,7 @@ class OverflowExplainer(Observer):
             listener.close()
         self._explained = None
 
-    def _listeners(self) -> list[ForwardListener]:
+    def _listeners(self) -> list[WindowRecording | OverflowFinder]:
         return [each for each in (self.recording, self.finder) if each is not None]
 
     def _explain(self, window: Window) -> Origin | None:
@@ -251,7 +208,7 @@ class OverflowExplainer(Observer):
         if (self._in_a_row - self.after) % ONE_IN:
             return None
         if self.recording is None:
-            self._start_watching("")
+            self._start_watching()
             return None
         factor = 1 / window.first_scale if window.first_scale and window.retries else None
         found, why = self._run_again(self.recording, factor)
@@ -283,11 +240,7 @@ class OverflowExplainer(Observer):
     def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
         recording, scale = self.recording, window.first_scale or self.scaler.window_scale
         assert recording is not None
-        if self.meeting.is_alone:
-            why = Obstacle.ALONE
-            self._warn_once(f"heal: {why}. So no module is run in float32. (Logged once.)")
-            return
-        if self.meeting.first(recording.obstacle()):
+        if self.meeting.is_alone or self.meeting.first(recording.obstacle()):
             return  # the window cannot run again, as the log says
 
         def at_scale_1() -> Origin | None:
@@ -312,12 +265,14 @@ class OverflowExplainer(Observer):
                 100 * healer.share(self.models),
             )
 
-    def _start_watching(self, why: str) -> None:
+    def _start_watching(self, why: str = "") -> None:
         """Watch modules while they run. ``why``: the window could not be run again."""
-        if why:
-            self._warn_once(
-                f"where the overflow began was not seen by running the step again: {why}. The "
-                "next steps are watched while they run (see find_overflow)."
+        if why and why not in self._logged:
+            self._logged.add(why)
+            logger.warning(
+                "where the overflow began was not seen by running the step again: %s. The next "
+                "steps are watched while they run (see find_overflow).",
+                why,
             )
         self.finder = OverflowFinder()
         self._left_to_watch = MAX_WATCHED if self.recording is None else 1
@@ -328,8 +283,3 @@ class OverflowExplainer(Observer):
         if self.finder is not None and not self.always:
             self.finder.close()
             self.finder = None
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._logged:
-            self._logged.add(message)
-            logger.warning("%s", message)

@@ -7,7 +7,6 @@ a module's own backward hooks forbid changing its output in place.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..devices import is_capturing
 from ..models import is_in_backward, is_transformed
 from ..scaling import Origin
-from .hooks import ForwardListener, Hook, named_tensors_in, tensors_in
+from .hooks import ForwardListener, Hook, tensors_in
 from .module_names import plain_name
 from .search import search
 from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedModule, WindowTrace
@@ -31,7 +30,6 @@ class _Seen:
     """The facts about a living tensor."""
 
     version: int
-    window: int
     range: Range | None
     uses: Uses | None = None
 
@@ -53,8 +51,7 @@ class OverflowFinder(ForwardListener):
         self._parameters: Any = WeakTensorKeyDictionary()
         """The handle of the hook on each parameter."""
         self._seen: Any = WeakTensorKeyDictionary()
-        self._numbers = itertools.count()
-        self._window = WindowTrace(next(self._numbers))
+        self._window = WindowTrace()
 
     def watch(self, model: Module) -> None:
         """Put hooks on every module and parameter of a model, once each.
@@ -85,7 +82,7 @@ class OverflowFinder(ForwardListener):
 
     def new_window(self) -> None:
         self._is_over = False
-        self._window = WindowTrace(next(self._numbers))
+        self._window = WindowTrace()
         self._threads = threading.local()  # a forward that was interrupted never left
 
     def find(self) -> Origin | None:
@@ -122,13 +119,13 @@ class OverflowFinder(ForwardListener):
             # A checkpoint's second run belongs where the first one was.
             parent, forward = earlier.parent, earlier.forward
         else:
-            forward = window.open_forward(next(self._numbers))
+            forward = window.open_forward()
         call = Call(watched, parent, forward, is_first=earlier is None)
         stack.append(call)
-        call.inputs = self._entries({**dict(enumerate(args)), **kwargs}, call, consumes=True)
+        call.inputs = self._entries((args, kwargs), call, consumes=True)
         if call.is_first:
             window.latest[watched] = call
-            forward.add(False, call)
+            forward.events.append((False, call))
 
     def leave(self, watched: WatchedModule, module: Module, args: Any, output: Any) -> None:
         """A module's forward ends; by an exception if ``output`` is None."""
@@ -140,7 +137,7 @@ class OverflowFinder(ForwardListener):
             return
         call.outputs = self._entries(output, call, consumes=False)
         if call.is_first:
-            call.forward.add(True, call)
+            call.forward.events.append((True, call))
 
     def add_gradient(self, uses: Uses, grad: Any) -> None:
         found = self._range_of(grad)
@@ -163,14 +160,14 @@ class OverflowFinder(ForwardListener):
 
     def _entries(self, value: Any, call: Call, consumes: bool) -> list[Entry]:
         entries = []
-        for name, tensor in named_tensors_in(value):
+        for tensor in tensors_in(value):
             # A parameter whose update is pending is of another class, and isinstance would wait.
             if not issubclass(type(tensor), Tensor) or isinstance(tensor, Parameter):
                 continue  # its gradient is watched by itself
             seen = self._look(tensor)
             if seen.range is None:
                 continue
-            entries.append(Entry(name, seen.range, tensor.requires_grad))
+            entries.append(Entry(seen.range, tensor.requires_grad))
             if tensor.requires_grad:
                 uses = self._uses_of(tensor, seen)
                 (uses.consumers if consumes else uses.producers).append(call)
@@ -179,16 +176,10 @@ class OverflowFinder(ForwardListener):
 
     def _look(self, tensor: Tensor) -> _Seen:
         """Take the range, once for every version of a tensor."""
-        number = self._window.number
         version = 0 if tensor.is_inference() else tensor._version
         seen: _Seen | None = self._seen.get(tensor)
         if seen is None or seen.version != version:
-            seen = self._seen[tensor] = _Seen(version, number, Range.of(tensor.detach()))
-        elif seen.window != number:
-            # It may have been changed through .data; nothing has used a leaf yet in this window.
-            seen.window, seen.range = number, Range.of(tensor.detach())
-            if tensor.is_leaf and seen.uses is not None:
-                seen.uses.consumers.clear()
+            seen = self._seen[tensor] = _Seen(version, Range.of(tensor.detach()))
         return seen
 
     def _uses_of(self, tensor: Tensor, seen: _Seen) -> Uses:

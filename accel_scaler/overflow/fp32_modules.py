@@ -221,7 +221,7 @@ def _restore(changes: list[_Change]) -> None:
     for where, name, tensor, cast in changes:
         now = where.get(name)
         if now is cast:
-            if not isinstance(tensor, nn.Parameter) and 0 not in tensor.stride():
+            if not isinstance(tensor, nn.Parameter):
                 with torch.no_grad():
                     # Through .data, as a backward that has saved the buffer would refuse a change.
                     (tensor if torch.compiler.is_compiling() else tensor.data).copy_(cast)

@@ -27,8 +27,8 @@ class WindowGradients:
         self.parameters = parameters
         self.obstacle = ""
         """Why gradients that are made again would differ, as far as that is known."""
-        self._versions: list[int] = []
-        """The version counter of every parameter, before the first backward."""
+        self._states: list[tuple[int, bool]] = []
+        """Version and ``requires_grad`` of every parameter, before the first backward."""
         self._left: dict[int, tuple[Tensor | None, int]] = {}
         """By the ``id`` of a parameter: its gradient, and the version of the gradient, after the
         last backward."""
@@ -39,13 +39,13 @@ class WindowGradients:
 
     def new_window(self) -> None:
         self.obstacle = ""
-        self._versions, self._left, self._before, self._largest = [], {}, {}, {}
+        self._states, self._left, self._before, self._largest = [], {}, {}, {}
 
     def before_backward(self, is_first: bool) -> None:
         """Call before each backward of a window."""
         parameters = self.parameters()
         if is_first:
-            self._before, self._versions = largest_of(parameters), list(map(version_of, parameters))
+            self._before, self._states = largest_of(parameters), self._states_now()
         elif self.is_moved():
             self.obstacle = Obstacle.MOVED
         else:
@@ -71,8 +71,11 @@ class WindowGradients:
         self._left = {}
 
     def is_moved(self) -> bool:
-        """Whether a parameter was written to since the first backward."""
-        return self._versions != list(map(version_of, self.parameters()))
+        """Whether a parameter was written to, frozen or unfrozen since the first backward."""
+        return self._states != self._states_now()
+
+    def _states_now(self) -> list[tuple[int, bool]]:
+        return [(version_of(p), p.requires_grad) for p in self.parameters()]
 
     @property
     def dirty(self) -> set[int]:

@@ -23,11 +23,8 @@ MIN_OVERFLOWS = 3
 """Windows in a row in which the backward of one module overflows at scale 1, before it is healed. A
 single batch may do that in a sound model."""
 
-MAX_MODULES = 8
-"""The most modules that are healed in one window."""
-
-MAX_RUNS = 24
-"""The most runs of one window in search of modules to heal."""
+MAX_TRIES = 24
+"""How often modules are tried in one window, at most."""
 
 MAX_SHARE = 0.5
 """The largest share of the parameters in float32; beyond it there is little float16 left."""
@@ -99,8 +96,9 @@ class Healer:
     ) -> tuple[list[str], str]:
         """The names of modules that cure the overflow in ``name``, or why there are none."""
         tried: list[str] = []
-        runs = 0
-        while name and runs < MAX_RUNS and len(tried) < MAX_MODULES:
+        for _ in range(MAX_TRIES):
+            if not name:
+                break
             names = [each for each in tried if not _is_in(each, name)] + [name]
             if any_rank(self.share(models, names) > MAX_SHARE):
                 return [], (
@@ -112,7 +110,6 @@ class Healer:
             if not is_possible:
                 name = name.rpartition(".")[0]
                 continue
-            runs += 1
             if after is None:
                 return names, ""
             tried = names

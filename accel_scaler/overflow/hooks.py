@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -64,10 +64,6 @@ class ForwardListener:
         stack: list[Any] = self._threads.__dict__.setdefault("stack", [])
         return stack
 
-    def before_backward(self, loss: Any) -> None:
-        """A backward from this unscaled loss (a tensor, or a container) is about to start."""
-        raise NotImplementedError
-
     def end_window(self) -> None:
         """An optimizer has stepped. Another one may still step, and overflow, in the same window,
         so nothing is dropped before the next forward or backward."""
@@ -101,16 +97,6 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif isinstance(leaf, MutableMapping):
             found += tensors_in(list(leaf.values()))
     return found
-
-
-def named_tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """``(name, tensor)``: the key or the index in the outermost container; "" for a lone tensor."""
-    items: Any = [("", value)]
-    if not is_tensor(value) and isinstance(value, (Mapping, list, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for key, item in items:
-        for tensor in tensors_in(item):
-            yield str(key), tensor
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

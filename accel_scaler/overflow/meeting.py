@@ -44,13 +44,8 @@ class Meeting:
     def meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
         """Find out whether all ranks have the overflow of these optimizers in this window."""
         self._device = parameters_of(optimizers[0])[0].device
-        # Optimizers with an overflow of their own: one that they caught from another optimizer may
-        # be this rank's alone. Without a record: an optimizer that is looked at before its check.
-        own = [
-            optimizer
-            for optimizer in optimizers
-            if (record := window.known(optimizer)) is None or record.verdict is not False
-        ]
+        # An overflow that an optimizer has caught from another one may be this rank's alone.
+        own = [each for each in optimizers if window.record(each).verdict is not False]
         self.is_together = self.is_everywhere and any(map(self._scaler.ranks.all_have, own))
 
     @property

@@ -13,7 +13,6 @@ class Obstacle(str, Enum):
 
     # The forwards cannot run again.
     TOO_LARGE = "a forward was not recorded: its inputs and gradients take more than {} MiB"
-    NO_COPY = "a forward was not recorded: its inputs cannot be copied"
     DIFFERENTIATED = (
         "a forward was not recorded: its gradient is differentiated itself (create_graph=True)"
     )
@@ -26,7 +25,7 @@ class Obstacle(str, Enum):
     # The forwards would be others by now.
     MOVED = "its parameters were changed between a forward and the step"
     UPDATED = "its parameters were updated since a forward of an earlier step"
-    FIRST_WRITE = "a buffer was written to for the first time"
+    LARGE_BUFFER = "a buffer of more than 65536 elements was written to"
     WRITES = "its forward writes to its parameters"
     OTHER_OUTPUT = "its forward gave another output: it has state of its own"
 
@@ -34,7 +33,6 @@ class Obstacle(str, Enum):
     OUTSIDE = "parameters were used outside of a forward, or in a gradient penalty"
     UNFINISHED = "a backward in it was not accelerator.backward()"
     INFINITE = "the gradient of an output was not finite"
-    HOOK = "a hook has changed the gradient of an output that another forward has taken"
     OTHER_LOSS = "the loss is made of outputs that are others with modules in float32"
     CHANGED = "its gradients were changed after the backward"
     UNSCALED = "they were unscaled by GradScaler.unscale_()"

@@ -12,8 +12,7 @@ roots, from the gradients that had come to them, times the ratio of the scales. 
 matter how the loss was computed. Every other output gets its gradient on the way, from a forward
 that took it. :class:`Obstacle` lists the reasons why a window cannot be made again.
 
-The record holds references, and copies of the buffers that forwards write to. Nothing is read from
-the device.
+The record holds references, and copies of small buffers. Nothing is read from the device.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +33,6 @@ from torch.optim import Optimizer
 from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import local, parameters_of
-from .buffers import BufferCopies, KeptBuffer
 from .gradients import WindowGradients, version_of
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
 from .obstacle import Obstacle
@@ -45,7 +43,8 @@ MAX_BYTES = 1 << 28
 
 BYTES_OF_RANDOM_STATE = 1 << 14
 
-T = TypeVar("T")
+MAX_COPIED = 1 << 16
+"""The elements of the largest buffers that are copied before each forward."""
 
 
 class Kept(NamedTuple):
@@ -58,6 +57,24 @@ class Kept(NamedTuple):
     """The output of another forward that this input is."""
 
 
+class KeptBuffer(NamedTuple):
+    """A buffer of a model, as it was before a forward."""
+
+    place: dict[str, Any]
+    """The ``_buffers`` of its module."""
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+    """None: it is too large."""
+
+    def restore(self) -> None:
+        """Give the buffer its earlier values; version counters stay."""
+        if self.copy is not None:
+            self.place[self.name] = self.tensor
+            self.tensor.data.copy_(self.copy)
+
+
 @dataclass(eq=False, slots=True)
 class ForwardCall:
     """A forward, as the head of this file defines it."""
@@ -66,7 +83,6 @@ class ForwardCall:
     """The model, without wrappers other than DDP's; or the method ``compute_loss``."""
     syncs: weakref.WeakSet[DistributedDataParallel]
     """The wrappers that reduce gradients in the backward of this forward."""
-    device: torch.device
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Kept]
@@ -96,8 +112,6 @@ class Output:
     is_root: bool = False
     grad: Kept | None = None
     """The gradient that came to a root."""
-    incoming: Kept | None = None
-    """In a backward: the gradient before the script's hooks on the tensor and on its node."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,8 +119,6 @@ class Backward:
     """A backward, as the head of this file defines it."""
 
     loss: Tensor
-    frozen: set[int]
-    """The ``id`` of each parameter that did not require gradients."""
     outputs: list[Output] = field(default_factory=list)
     has_ended: bool = False
     has_given: bool = False
@@ -130,14 +142,13 @@ class WindowRecording(ForwardListener):
     a transform of ``torch.func``, and forwards of which a graph is captured.
 
     Args:
-        parameters: gives all parameters that optimizers step; without it no gradient is made again,
-            and the window runs again only to be looked at.
+        parameters: gives all parameters that optimizers step.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]] | None = None) -> None:
+    def __init__(self, parameters: Callable[[], list[Tensor]]) -> None:
         super().__init__()
         self.backwards: list[Backward] = []
-        self.gradients = None if parameters is None else WindowGradients(parameters)
+        self.gradients = WindowGradients(parameters)
         self.left_out = ""
         """Why a forward was not recorded."""
         self.models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
@@ -145,7 +156,6 @@ class WindowRecording(ForwardListener):
         self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._key = object()
         """The key of our entry in the metadata of a graph's nodes."""
-        self._copies = BufferCopies()
         self._forwards = 0
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """How many forwards there were before the last update of each optimizer."""
@@ -156,6 +166,16 @@ class WindowRecording(ForwardListener):
     def calls(self) -> list[ForwardCall]:
         """The forwards that backwards of this window have reached."""
         return [call for backward in self.backwards for call in backward.calls]
+
+    @property
+    def buffers(self) -> list[KeptBuffer]:
+        """The buffers before these forwards, the last forward first."""
+        return [each for call in reversed(self.calls) for each in call.buffers]
+
+    @property
+    def seeds(self) -> list[Kept]:
+        """The gradients that came to roots."""
+        return [seed for backward in self.backwards for seed in backward.seeds.values()]
 
     def watch(self, prepared: Module, inner: Module) -> None:
         """Record this model's training forwards. Does nothing the second time.
@@ -178,7 +198,7 @@ class WindowRecording(ForwardListener):
             self.models.setdefault(plain)
             self._listen(hooked, weakref.ref(run if is_wrapped else plain), prepend=True)
 
-    def call(self, method: Callable[..., T], model: Module, *args: Any, **kwargs: Any) -> T:
+    def call(self, method: Callable[..., Any], model: Module, *args: Any, **kwargs: Any) -> Any:
         """``method(model, *args, **kwargs)``, a Trainer's ``compute_loss``, as one forward."""
         run, output = weakref.WeakMethod(method), None
         self.enter(run, model, (model, *args), kwargs)
@@ -191,25 +211,13 @@ class WindowRecording(ForwardListener):
     # The events of a window.
 
     def before_backward(self, loss: Tensor) -> None:
-        if self._is_over or self._are_dropped():
+        if self._is_over:
             self.new_window()
         self._stack().clear()  # a forward that was interrupted never left
-        frozen = set[int]()
-        if self.gradients is not None:
-            self.gradients.before_backward(is_first=not self.backwards)
-            frozen = {id(p) for p in self.gradients.parameters() if not p.requires_grad}
-        self._count(_bytes(loss))
-        if self.left_out:
-            del self.backwards[:-1]
-        self.backwards.append(Backward(loss.detach(), frozen))
+        self.gradients.before_backward(is_first=not self.backwards)
+        self.backwards.append(Backward(loss.detach()))
         if not self.left_out:
             self._find_roots(loss)
-
-    def _are_dropped(self) -> bool:
-        """Whether the script has dropped the gradients of the backwards so far."""
-        if self.gradients is None or not self.backwards or not self.backwards[-1].has_given:
-            return False
-        return all(p.grad is None for p in self.gradients.parameters())
 
     def _find_roots(self, loss: Tensor) -> None:
         """Walk the graph of ``loss`` but for recorded forwards."""
@@ -225,15 +233,14 @@ class WindowRecording(ForwardListener):
                 left += output.call.roots
             elif not issubclass(type(getattr(node, "variable", None)), Parameter):
                 left += node.next_functions
-            elif self.gradients is not None:
+            else:
                 self.gradients.obstacle = Obstacle.OUTSIDE
 
     def after_backward(self) -> None:
         """Call after each backward, unless it has raised an exception."""
         if self.backwards:
             self.backwards[-1].has_ended = True
-            if self.gradients is not None:
-                self.backwards[-1].has_given = self.gradients.after_backward()
+            self.backwards[-1].has_given = self.gradients.after_backward()
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Call after this optimizer has updated its parameters."""
@@ -241,15 +248,13 @@ class WindowRecording(ForwardListener):
 
     def end_window(self) -> None:
         super().end_window()
-        if self.gradients is not None:
-            self.gradients.let_go()
+        self.gradients.let_go()
 
     def new_window(self) -> None:
         self._forget()
         self.backwards = []
         self._bytes, self.left_out, self._is_over = 0, "", False
-        if self.gradients is not None:
-            self.gradients.new_window()
+        self.gradients.new_window()
 
     # Why the window cannot be made again.
 
@@ -261,9 +266,8 @@ class WindowRecording(ForwardListener):
             return Obstacle.NOT_SEEN
         if any(call.run() is None for call in self.calls):
             return Obstacle.MODEL_GONE
-        kept = [each for call in self.calls for each in call.inputs]
-        kept += [seed for backward in self.backwards for seed in backward.seeds.values()]
-        if any(each.version != version_of(each.tensor) for each in kept):
+        inputs = [each for call in self.calls for each in call.inputs]
+        if any(each.version != version_of(each.tensor) for each in (*inputs, *self.seeds)):
             return Obstacle.CHANGED_INPUT
         return ""
 
@@ -274,26 +278,26 @@ class WindowRecording(ForwardListener):
             changes_model: modules run in float32 that did not. So the outputs are others, and a
                 gradient that had come to one of them is of use only where the output is the loss.
         """
-        gradients = self.gradients
-        assert gradients is not None
-        if found := self.obstacle() or gradients.obstacle:
+        if found := self.obstacle() or self.gradients.obstacle:
             return found
-        if gradients.is_moved():
+        if self.gradients.is_moved():
             return Obstacle.MOVED
         if not all(backward.has_ended for backward in self.backwards):
             return Obstacle.UNFINISHED
+        for each in self.buffers:
+            is_same = each.place.get(each.name) is each.tensor
+            if each.copy is None and not (is_same and version_of(each.tensor) == each.version):
+                return Obstacle.LARGE_BUFFER
         for call in self.calls:
-            if any(each.is_written and each.copy is None for each in call.buffers):
-                return Obstacle.FIRST_WRITE
             steps = [o for o, number in self._stepped.items() if number >= call.number]
             run = call.run() if steps else None
             own = [run] if isinstance(run, Module) else self.models
             later = {id(p) for o in steps for p in parameters_of(o)}
             if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
                 return Obstacle.UPDATED
-        if gradients.dirty.intersection(map(id, parameters)):
+        if self.gradients.dirty.intersection(map(id, parameters)):
             return Obstacle.ADDED
-        for seed in (seed for backward in self.backwards for seed in backward.seeds.values()):
+        for seed in self.seeds:
             if not bool(local(seed.tensor).isfinite().all()):
                 return Obstacle.INFINITE
             if changes_model and seed.tensor.numel() != 1:
@@ -304,7 +308,7 @@ class WindowRecording(ForwardListener):
     def restore_statistics(self) -> None:
         """Put back buffers, such as running statistics, that are no longer finite: no later window
         would remove inf or NaN from them. Synchronises."""
-        for each in (each for call in reversed(self.calls) for each in call.buffers):
+        for each in self.buffers:
             if each.copy is not None and not bool(each.tensor.isfinite().all()):
                 each.tensor.copy_(each.copy)
 
@@ -334,18 +338,14 @@ class WindowRecording(ForwardListener):
             return
         # A compiled model computes other numbers, and runs again uncompiled.
         compares = not isinstance(module, torch._dynamo.OptimizedModule)
-        compares = compares and self.gradients is not None
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
                 last = last_of(tensor) if compares else None
                 made = Output(call, number, last, version_of(tensor))
                 # The graph keeps the record of the output, so that a backward in a later window
-                # finds it. Of the script's hooks all run after the first and before the second.
+                # finds it.
                 node: Any = tensor.grad_fn
                 place = tensor.output_nr
-                if self.gradients is not None:
-                    hook: Any = tensor.register_hook
-                    hook(Hook(self, "gradient_comes", made))
                 node.register_hook(Hook(self, "add_gradient", made, place))
                 node.metadata.setdefault(self._key, {})[place] = made
 
@@ -354,31 +354,21 @@ class WindowRecording(ForwardListener):
         found: Output | None = node.metadata.get(self._key, {}).get(place)
         return found
 
-    def gradient_comes(self, output: Output, grad: Any) -> None:
-        if is_tensor(grad) and not (is_transformed() or is_batched(grad) or is_replaying()):
-            output.incoming = Kept(grad, version_of(grad))
-
     def add_gradient(self, output: Output, place: int, _: Any, grads: Any) -> None:
         grad, call = grads[place], output.call
-        incoming, output.incoming = output.incoming, None
         if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
             return
         # Outside of a backward it is torch.autograd.grad, which leaves no gradient on a parameter.
-        is_outside = not self.backwards or self.backwards[-1].has_ended
-        if torch.is_grad_enabled() and not (is_outside and self.gradients is not None):
-            self.left_out = Obstacle.DIFFERENTIATED
-        if self.left_out or is_outside:
+        if self.left_out or not self.backwards or self.backwards[-1].has_ended:
             return
         backward = self.backwards[-1]
+        if torch.is_grad_enabled():
+            self.left_out = Obstacle.DIFFERENTIATED
+            return
         if call.backward not in (None, backward):
             self.left_out = Obstacle.TWICE
             return
         size = 0
-        is_hooked = (
-            incoming is None or incoming.tensor is not grad or incoming.version != version_of(grad)
-        )
-        if is_hooked and not output.is_root and self.gradients is not None:
-            self.gradients.obstacle = Obstacle.HOOK
         if output.is_root:
             output.grad, size = Kept(grad, version_of(grad)), _bytes(grad)
         if call.backward is None:
@@ -391,7 +381,7 @@ class WindowRecording(ForwardListener):
 
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
-    ) -> ForwardCall | None:
+    ) -> ForwardCall:
         inputs, roots = list[Kept](), list[Any]()
 
         def detach(tensor: Tensor) -> Tensor:
@@ -408,13 +398,8 @@ class WindowRecording(ForwardListener):
             inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
             return plain
 
-        try:
-            args, kwargs = map_tensors((args, kwargs), detach)
-        except Exception as error:  # raised by the user's containers; the forward goes on
-            self.left_out = f"{Obstacle.NO_COPY} ({type(error).__name__}: {error})"
-            return None
-        first = next(module.parameters(), None)
-        device = torch.device("cpu") if first is None else first.device
+        args, kwargs = map_tensors((args, kwargs), detach)
+        device = device_of(module)
         autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in dict.fromkeys((device.type, "cpu"))
@@ -423,7 +408,6 @@ class WindowRecording(ForwardListener):
         return ForwardCall(
             run,
             weakref.WeakSet(m for m in self.parallel if m.require_backward_grad_sync),
-            device,
             args,
             kwargs,
             inputs,
@@ -431,7 +415,7 @@ class WindowRecording(ForwardListener):
             random_state(device),
             autocast,
             self._forwards,
-            [] if self.gradients is None else self._copies.keep(unwrap(module)),
+            _kept_buffers(unwrap(module)),
         )
 
     def _count(self, size: int) -> None:
@@ -447,6 +431,20 @@ class WindowRecording(ForwardListener):
             for output in backward.outputs:  # a graph may keep it
                 output.grad, output.call.backward, output.is_root = None, None, False
             backward.outputs.clear()
+
+
+def _kept_buffers(model: Module) -> list[KeptBuffer]:
+    found = []
+    for place in (module._buffers for module in model.modules()):
+        for name, b in place.items():
+            if b is not None:
+                copy = b.detach().clone() if b.numel() <= MAX_COPIED else None
+                found.append(KeptBuffer(place, name, b, version_of(b), copy))
+    return found
+
+
+def device_of(module: Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def random_state(device: torch.device) -> Callable[[], None]:

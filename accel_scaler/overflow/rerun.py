@@ -7,7 +7,7 @@ and random state, no more. ``make_again`` runs it for its gradients, at another 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
@@ -19,11 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..models import as_replay, is_fsdp2
-from ..scaling import Origin, local
+from ..scaling import Origin, gradients_of, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
 from .obstacle import Obstacle
-from .recording import Backward, ForwardCall, Output, WindowRecording, last_of, random_state
+from .recording import (
+    Backward,
+    ForwardCall,
+    Output,
+    WindowRecording,
+    device_of,
+    last_of,
+    random_state,
+)
 
 
 def run_again(
@@ -46,12 +54,11 @@ def run_again(
         Whatever the model raises; all is put back then, too.
     """
     models = list(recording.models)
-    device = recording.calls[0].device
-    with _restored(models, device) as writes, writes, closing(OverflowFinder()) as finder:
+    with _restored(models) as writes, writes, closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
         for backward in recording.backwards:
-            made = _forwards(backward, lambda _: nullcontext(), without_ddp=True)
+            made = _forwards(backward)
             losses, seeds = [backward.loss], {o: g.tensor for o, g in backward.seeds.items()}
             if factor is not None:  # the window's own loss may be inf
                 losses = [made[output] for output in seeds if made[output].numel() == 1]
@@ -65,10 +72,10 @@ def run_again(
 def make_again(
     recording: WindowRecording,
     parameters: Sequence[Tensor],
-    around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    scale: float = 1.0,
-    factor: float = 1.0,
-    changes_model: bool = False,
+    around_backward: Callable[[], AbstractContextManager[None]],
+    scale: float,
+    factor: float,
+    changes_model: bool,
 ) -> str:
     """Make the gradients of ``parameters`` again, through the wrapped models and with the
     collectives of ordinary backwards. Returns why these are not the window's; "": they are.
@@ -82,28 +89,25 @@ def make_again(
         changes_model: the outputs may be others than the window's.
 
     Raises:
-        Whatever the model raises. The gradients are anything then, as where it returns a reason;
-        :func:`as_overflowed` puts others in their place.
+        Whatever the model raises. The gradients are anything then, as where it returns a reason.
     """
-    gradients, calls, pairs = recording.gradients, recording.calls, list[tuple[Tensor, Tensor]]()
-    assert gradients is not None
-    models = list(recording.models)
+    models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    with _restored(models, calls[0].device, parameters, keeps_buffers=changes_model) as writes:
+    with _restored(models, parameters, keeps_buffers=changes_model) as writes:
 
         @contextmanager
         def as_before(call: ForwardCall) -> Iterator[None]:
             for each in () if changes_model else call.buffers:
                 each.restore()
-            with writes, _reducing(recording.parallel, call.syncs):
+            with writes, ExitStack() as stack:
+                for wrapper in set(recording.parallel) - set(call.syncs):
+                    stack.enter_context(wrapper.no_sync())
                 yield
 
-        for each in (each for call in reversed(calls) for each in call.buffers):
+        for each in recording.buffers:
             each.restore()
-        gradients.clear(parameters)
+        recording.gradients.clear(parameters)
         for backward in recording.backwards:
-            for p in parameters:
-                p.requires_grad_(id(p) not in backward.frozen)
             made = _forwards(backward, as_before)
             for model in sharded:
                 model.set_requires_gradient_sync(backward.has_given, recurse=False)
@@ -111,7 +115,7 @@ def make_again(
                 _run_backward(made, {o: g.tensor * factor for o, g in backward.seeds.items()})
             lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
-        why = gradients.accept(parameters, scale, factor)
+        why = recording.gradients.accept(parameters, scale, factor)
     if writes.has_written:
         return Obstacle.WRITES
     if changes_model:
@@ -119,36 +123,22 @@ def make_again(
     return why if all(torch.allclose(*pair, rtol=1e-3) for pair in pairs) else Obstacle.OTHER_OUTPUT
 
 
-def as_overflowed(parameters: Sequence[Tensor], kept: Collection[int]) -> Callable[[], None]:
-    """A function to call where :func:`make_again` has failed: gradients are as after any overflow.
-    They are the tensors of now, with inf; with their values of now, of which host memory has a copy
-    until then, where ``kept`` has the ``id`` of the parameter. Synchronises."""
-    before = []
-    for p, grad in ((p, p.grad) for p in parameters):
-        is_kept = grad is not None and (id(p) in kept or grad.is_sparse)  # these cannot be filled
-        values = local(grad).to("cpu", copy=True) if is_kept else torch.tensor(math.inf)
-        before.append((p, grad, values))
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for p, grad, values in before:
-            p.grad = grad
-            if grad is not None:
-                local(grad).copy_(values)
-
-    return put_back
+def fill_with_inf(parameters: Sequence[Tensor]) -> None:
+    """Where :func:`make_again` has failed: leave gradients as an overflow does."""
+    for grad in map(local, gradients_of(parameters)):
+        (grad._values() if grad.is_sparse else grad).detach().fill_(math.inf)
 
 
 def _forwards(
     backward: Backward,
-    around: Callable[[ForwardCall], AbstractContextManager[Any]],
-    without_ddp: bool = False,
+    around: Callable[[ForwardCall], AbstractContextManager[Any]] | None = None,
 ) -> dict[Output, Tensor]:
-    """Run the forwards of a backward again. Returns the new tensor of each output."""
+    """Run the forwards of a backward again, ``around`` each of them; None: without DDP's wrapper.
+    Returns the new tensor of each output."""
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
-        with around(call):
-            returned = _forward(call, made, without_ddp)
+        with nullcontext() if around is None else around(call):
+            returned = _forward(call, made, without_ddp=around is None)
         made |= {o: returned[o.number] for o in backward.outputs if o.call is call}
     return made
 
@@ -199,38 +189,18 @@ def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> No
 
 
 @contextmanager
-def _reducing(
-    models: Iterable[DistributedDataParallel], syncs: Container[DistributedDataParallel]
-) -> Iterator[None]:
-    """In the block the forwards of ``syncs`` lead to a backward that reduces gradients, and the
-    forwards of other ``models`` to a backward that does not."""
-    before = [(model, model.require_backward_grad_sync) for model in models]
-    for model, _ in before:
-        model.require_backward_grad_sync = model in syncs
-    try:
-        yield
-    finally:
-        for model, synced in before:
-            model.require_backward_grad_sync = synced
-
-
-@contextmanager
 def _restored(
-    models: Iterable[Module],
-    device: torch.device,
-    remade: Sequence[Tensor] = (),
-    keeps_buffers: bool = False,
+    models: Sequence[Module], remade: Sequence[Tensor] = (), keeps_buffers: bool = False
 ) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
     afterwards as they were, but for the gradients of the parameters ``remade``, and for the buffers
     with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as hooks have seen
     it, so that there is no need of memory for all of them."""
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-    restore_random_state = random_state(device)
+    restore_random_state = random_state(device_of(models[0]))
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-    stay = {id(p): p for p in remade}
-    flags = [(p, p.requires_grad) for p in (parameters | stay).values()]
-    grads = [(p, p.grad) for p, trains in flags if trains and id(p) not in stay]
+    stay = set(map(id, remade))
+    grads = [(p, p.grad) for p in parameters.values() if p.requires_grad and id(p) not in stay]
     places = [] if keeps_buffers else [(m._buffers, dict(m._buffers)) for m in modules]
     buffers = [(b, b.clone()) for _, own in places for b in own.values() if b is not None]
     writes, handles = _CopyOnWrite(parameters.values()), list[Any]()
@@ -250,8 +220,6 @@ def _restored(
             place.update(own)
         for b, copy in buffers:
             b.data.copy_(copy)
-        for p, flag in flags:
-            p.requires_grad_(flag)
         for p, grad in grads:
             p.grad = grad
         writes.restore()
@@ -273,7 +241,10 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            for tensor in tree_leaves((args, kwargs)):
+            declared = func._schema.arguments
+            given = {each.name: arg for each, arg in zip(declared, args, strict=False)} | kwargs
+            writes = [a.name for a in declared if a.alias_info and a.alias_info.is_write]
+            for tensor in tree_leaves([given.get(name) for name in writes]):
                 address = _address(tensor) if is_tensor(tensor) else 0
                 if address in self._addresses and address not in self._copies:
                     storage = tensor.untyped_storage()

@@ -46,6 +46,7 @@ class _MicroBatch:
 
     def __init__(self, window: WindowTrace, micro: int) -> None:
         self.window, self.micro = window, micro
+        self.forwards = [forward for forward in window.forwards if forward.micro == micro]
         self.losses = [loss for loss in window.losses if loss.micro == micro]
         self.is_loss_finite = all(loss.range.is_finite for loss in self.losses)
 
@@ -62,8 +63,8 @@ class _MicroBatch:
         is_loss_finite = self.losses and self.is_loss_finite
         return [
             suspect
-            for forward in sorted(self.window.forwards, key=lambda f: f.order)
-            if forward.micro == self.micro and (forward.got_gradient or not forward.has_hooks)
+            for forward in self.forwards
+            if forward.got_gradient or not forward.has_hooks
             for suspect in _suspects(forward)
             # Under a finite loss a masked score is as it should be.
             if not (is_loss_finite and all(entry.range.is_masked for entry in suspect.made))
@@ -72,16 +73,13 @@ class _MicroBatch:
     def _in_forward(self, suspect: _Suspect) -> Origin:
         call, made = suspect.call, pair_of(suspect.made)
         if suspect.is_data:
-            first = min(each.order for each in self.window.forwards if each.micro == self.micro)
-            what = "batch" if call.forward.order == first else f"input of {call.module}"
+            is_first = call.forward is self.forwards[0]
+            what = "batch" if is_first else f"input of {call.module}"
             bad = in_words(made).split()[-1]
             text = f"the {what} already contained {bad}, micro-batch {self.micro}"
             return self._origin("forward", call.module, made, pair_of(call.outputs), text)
         given = pair_of(entry for entry in call.inputs if entry.is_finite)
-        names = [entry.path for entry in suspect.made if entry.path]
-        which = f"output {', '.join(names)}" if names and len(call.outputs) > 1 else "output"
-        if not call.bad_outputs:
-            which = "a value inside"
+        which = "output" if call.bad_outputs else "a value inside"
         text = (
             f"forward of {call.module}, micro-batch {self.micro}: input "
             f"{in_words(given)}, {which} {in_words(made)}"
@@ -115,11 +113,7 @@ class _MicroBatch:
             if made:
                 return self._in_forward(made[0])
         consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
-        # A module whose output nobody used got no gradient, and made none.
-        active = [c for c in consumers if self._gradient_at_output(c, first)] or consumers
-        if active:
-            return self._in_backward(active[-1], first)
-        return self._between(first)
+        return self._in_backward(consumers[-1], first) if consumers else self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
         """Range of the gradients of a call's outputs that came before ``first``."""

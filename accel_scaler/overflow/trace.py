@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..scaling import Pair
+from ..scaling import Pair, local
 
-MAX_RANGES = 1 << 17
-"""The most ranges of each kind that are kept where no window ever ends."""
+MAX_KEPT = 1 << 17
+"""The most events of forwards, and gradients, that are kept where no window ever ends."""
 
 MAX_USES = 256
 """The most calls remembered for one tensor, which may live through every forward of the run."""
@@ -24,22 +24,28 @@ MAX_USES = 256
 class Range:
     """``(lo, hi)`` of one tensor; NaN in both where it holds a NaN."""
 
-    __slots__ = ("_held", "values")
+    __slots__ = ("_held", "_pair")
 
     def __init__(self, held: Tensor) -> None:
-        self._held: Tensor | None = held
-        self.values: Pair | None = None
-        """Set by :meth:`read`."""
+        self._held = held
+        self._pair: Pair | None = None
 
     @classmethod
     @torch.no_grad()
-    def of(cls, tensor: Tensor) -> Range | None:
-        """The range of a tensor; None for integers, empty tensors and tensors without memory.
-
-        Does not synchronise.
-        """
-        values = _values(tensor)
-        if values is None:
+    def of(cls, tensor: Any) -> Range | None:
+        """The range of the elements that this rank holds. None where they have no order (integers,
+        complex numbers), are not laid out in strides, or have no memory. Does not synchronise."""
+        values = local(tensor)
+        if (
+            isinstance(values, torch._subclasses.FakeTensor)
+            or values.is_meta
+            or values.is_nested
+            or is_batched(values)
+            or values.layout is not torch.strided
+            or not values.is_floating_point()
+            or values.element_size() == 1
+            or values.numel() == 0
+        ):
             return None
         low, high = torch.aminmax(values)
         if values.dtype is not torch.float64:  # autocast to float16 refuses to stack bfloat16
@@ -48,25 +54,33 @@ class Range:
 
     @staticmethod
     def read(ranges: Iterable[Range]) -> None:
-        """Fill in ``values``. Synchronises once for each device."""
-        by_device: dict[torch.device, dict[Range, Tensor]] = {}
+        """Read many ranges. Synchronises once for each device."""
+        by_device: dict[torch.device, list[Range]] = {}
         for each in ranges:
-            if each._held is not None:
-                by_device.setdefault(each._held.device, {})[each] = each._held
-        for held in by_device.values():
-            rows = torch.cat([*held.values()]).view(-1, 2).tolist()
-            for each, (lo, hi) in zip(held, rows, strict=True):
-                each.values, each._held = (lo, hi), None
+            if each._pair is None:
+                by_device.setdefault(each._held.device, []).append(each)
+        for found in by_device.values():
+            rows = torch.cat([each._held for each in found]).view(-1, 2).tolist()
+            for each, (lo, hi) in zip(found, rows, strict=True):
+                each._pair = lo, hi
+
+    @property
+    def values(self) -> Pair:
+        """Synchronises, where :meth:`read` has not read it."""
+        if self._pair is None:
+            Range.read([self])
+        assert self._pair is not None
+        return self._pair
 
     @property
     def is_finite(self) -> bool:
-        """False: the tensor held an inf or a NaN. Known only after :meth:`read`."""
-        return self.values is None or all(map(math.isfinite, self.values))
+        """False: the tensor held an inf or a NaN."""
+        return all(map(math.isfinite, self.values))
 
     @property
     def is_masked(self) -> bool:
         """Whether -inf is the only non-finite value, as in a masked score."""
-        return not self.is_finite and self.values is not None and self.values[1] < math.inf
+        return not self.is_finite and self.values[1] < math.inf
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -74,29 +88,9 @@ def is_batched(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
-def _values(tensor: Any) -> Tensor | None:
-    """The elements that this rank holds, as a real strided tensor of a type with an order."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if local.is_sparse:
-        local = local._values()
-    if (
-        isinstance(local, torch._subclasses.FakeTensor)
-        or local.is_meta
-        or local.is_nested
-        or is_batched(local)
-        or local.layout is not torch.strided
-    ):
-        return None
-    if local.is_complex():
-        local = torch.view_as_real(local.resolve_conj())
-    if not local.is_floating_point() or local.numel() == 0:
-        return None
-    return local.float() if local.element_size() == 1 else local
-
-
 def pair_of(seen: Iterable[Entry | Gradient]) -> Pair | None:
     """The range of several entries or gradients; NaN wins; None for none at all."""
-    pairs = [each.range.values for each in seen if each.range.values is not None]
+    pairs = [each.range.values for each in seen]
     if any(math.isnan(value) for pair in pairs for value in pair):
         return math.nan, math.nan
     return (min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) if pairs else None
@@ -126,16 +120,13 @@ class WatchedModule:
 class Entry(NamedTuple):
     """One tensor that went into a module or came out of it."""
 
-    path: str
     range: Range
     requires_grad: bool
 
     @property
     def is_finite(self) -> bool:
         """Whether all is finite; -inf counts as finite in a mask of 0 and -inf."""
-        if self.range.is_finite or self.range.values is None:
-            return True
-        return not self.requires_grad and self.range.values[1] <= 0
+        return self.range.is_finite or (not self.requires_grad and self.range.values[1] <= 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -170,20 +161,12 @@ class Call:
 class Forward:
     """One forward of a model, from the outermost watched module."""
 
-    order: int
     micro: int
-    window: int
     events: list[tuple[bool, Call]] = field(default_factory=list)
     """``(is over, call)``, in order of time: a module's forward began, or was over."""
     has_hooks: bool = False
     """Whether some tensor in it has a hook for its gradient."""
     got_gradient: bool = False
-    size: int = 0
-
-    def add(self, is_over: bool, call: Call) -> None:
-        if self.size < MAX_RANGES:
-            self.events.append((is_over, call))
-            self.size += 1 + len(call.outputs if is_over else call.inputs)
 
 
 @dataclass(eq=False, slots=True)
@@ -219,13 +202,12 @@ class ParameterGradient(NamedTuple):
 class WindowTrace:
     """The record of one window."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.backwards = 0
         self.forwards: list[Forward] = []
-        self.losses: deque[Loss] = deque(maxlen=MAX_RANGES)
-        self.gradients: deque[Gradient] = deque(maxlen=MAX_RANGES)
-        self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MAX_RANGES)
+        self.losses: deque[Loss] = deque(maxlen=MAX_KEPT)
+        self.gradients: deque[Gradient] = deque(maxlen=MAX_KEPT)
+        self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MAX_KEPT)
         self.latest: dict[WatchedModule, Call] = {}
 
     @property
@@ -233,27 +215,17 @@ class WindowTrace:
         """The micro-batch whose backward is running."""
         return max(self.backwards - 1, 0)
 
-    def open_forward(self, order: int) -> Forward:
-        """A new forward; forgets the oldest ones, but first any without a backward."""
-        total = sum(each.size for each in self.forwards)
-        while total > MAX_RANGES:
-            oldest = next((f for f in self.forwards if not f.got_gradient), self.forwards[0])
-            self.forwards.remove(oldest)
-            total -= oldest.size
-        made = Forward(order, self.backwards, self.number)
-        self.forwards.append(made)
-        return made
+    def open_forward(self) -> Forward:
+        """A new forward; forgets the oldest ones."""
+        while sum(len(each.events) for each in self.forwards) > MAX_KEPT:
+            del self.forwards[0]
+        self.forwards.append(Forward(self.backwards))
+        return self.forwards[-1]
 
     def add_gradient(self, uses: Uses, range_: Range) -> None:
-        """Note a gradient. It may have come to forwards of an earlier window, as a generator's."""
-        for call in (*uses.producers, *uses.consumers):
-            forward = call.forward
-            if forward.window != self.number:
-                forward.window, forward.micro = self.number, self.micro
-                self.forwards.append(forward)
-            elif not forward.got_gradient:
-                forward.micro = max(forward.micro, self.micro)
-            forward.got_gradient = True
+        for forward in {call.forward for call in (*uses.producers, *uses.consumers)}:
+            if not forward.got_gradient:
+                forward.micro, forward.got_gradient = max(forward.micro, self.micro), True
         self.gradients.append(Gradient(self.micro, range_, uses))
 
     def ranges(self) -> Iterator[Range]:

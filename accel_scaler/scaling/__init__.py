@@ -49,7 +49,7 @@ from .gradients import (
 from .losses import Losses as Losses
 from .origin import Origin as Origin, Pair as Pair
 from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
-from .ranks import Share as Share, is_worldwide as is_worldwide
+from .ranks import is_worldwide as is_worldwide
 from .sent_check import (
     SentCheck as SentCheck,
     can_send as can_send,

@@ -7,14 +7,14 @@ that all ranks come. All collectives run on the training thread, in program orde
 
 | Collective | Entered | Who comes, and why |
 |---|---|---|
-| ``agree_on_overflow`` | by a check of ``PARTS``; by a clip of these beside others; by ``scale()`` after these were unscaled; before a step of ``PARTS`` that may be made again, for its partners, where settings are alike | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; refused within ``Join``, where a rank may run out of inputs |
+| ``agree_on_overflow`` | by a check of ``PARTS``; by a clip of these beside others; by ``scale()`` after these were unscaled | the ranks of the meshes, or all with ``sharded=True``: each has a part and runs the same step; refused within ``Join``, where a rank may run out of inputs |
 | ``add_norms`` | for the spike guard, with ``sharded=True`` | all, as for the check just before |
 | ``whole``, ``reduce_partial_gradients`` | by a check, norm or clip of DTensors | the ranks of the mesh, as to any operation on a DTensor |
 | ``gather_objects`` of settings | as a model is prepared that all ranks have | all: DDP's constructor and ``fully_shard`` are collectives, too |
 | ``gather_objects`` of findings about an overflow, and forwards and backwards that are made again | after an optimizer's own overflow, where settings are alike | all: :meth:`Ranks.all_have` says that every rank has this verdict |
 | ``gather_objects`` of the scales | as ``accelerator.join_uneven_inputs`` ends, in fp16 | all: ``Join`` ends for all of them together |
 
-Nothing is sent where the scale grows: under DDP each rank looks at the same gradients.
+Nothing is sent where the scale grows.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -127,10 +127,6 @@ class Ranks:
             if is_worldwide(wrapper) and _averages(wrapper) and not wrapper._join_config.enable
         ]
         return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
-
-    def is_common(self, optimizer: Optimizer) -> bool:
-        """Whether every rank has this optimizer: all parameters are DTensors, or DDP's."""
-        return self.has_parts(optimizer) or not self._outside(self._reduced, optimizer)
 
     def own(self, optimizer: Optimizer) -> list[Tensor]:
         """The optimizer's parameters that only this rank has, beside a model of DDP's."""

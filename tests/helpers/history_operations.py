@@ -286,12 +286,14 @@ class Player:
             each.register_hook(partial(overflow_once, itertools.count()))
             self.blown = True
 
-    def settle(self) -> None:
-        """A boundary is about to see what has overflowed."""
+    def settle(self, number: int | None = None) -> None:
+        """A boundary is about to see what has overflowed; ``number``: of this optimizer alone."""
         if not self.setup.retry or not self.is_open:
             return
+        seen = [q for _, q in self.pairs] if number is None else self.plain.owned[number]
         self.spoilt |= self.versions != [p._version for p in self.ours.net.parameters()]
-        while any(q.grad is not None and not q.grad.isfinite().all() for _, q in self.pairs):
+        self.spoilt |= bool(self.plain.stepped)
+        while any(q.grad is not None and not q.grad.isfinite().all() for q in seen):
             self.seen["run again"] += not self.spoilt
             self.seen["not run again"] += self.spoilt
             if self.spoilt or not self.plain.may_retry():
@@ -447,7 +449,6 @@ class Player:
         fails = fails if may_fail else None
         if fails is not None:
             self.synchronized()  # the fault is for this step
-        self.settle()
         if fails is not None or (self.low and self.clips not in ([], ["rounded"])):
             zero = "none"  # what is left is lost, or scaled and clipped
         # Only then: gradients whose memory others have are copied before the step.
@@ -463,6 +464,7 @@ class Player:
             )
             if grads and is_illegal and self.setup.scaled:
                 continue
+            self.settle(number)
             FAULT.arm(fails)
             optimizer.step()
             done = self.failure(number, read_by) if fails is not None else None

@@ -29,6 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.drop(self.inner(x)).float()) - 0.1 * self.mean
+        x += self.inner.bias  # read by an operation that writes to something else
         self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
         return x
 
@@ -282,15 +283,6 @@ def hook(middle: Tensor) -> None:
     middle.register_hook(lambda grad: grad / 2)  # type: ignore[no-untyped-call]
 
 
-def hook_in_place(middle: Tensor) -> None:
-    middle.register_hook(lambda grad: grad.mul_(0.5))  # type: ignore[no-untyped-call]
-
-
-def hook_of_node(middle: Tensor) -> None:
-    node: Any = middle.grad_fn
-    node.register_prehook(lambda grads: (grads[0] / 2,))
-
-
 def look(middle: Tensor) -> None:
     middle.retain_grad()
     middle.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
@@ -304,22 +296,6 @@ def test_what_the_script_does_between_two_forwards_is_done_again(given: Any, cou
     assert not any(r.skipped for r in (*records, *plain))
     assert records[0].retries >= 4
     assert_same(high, low)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(
-    "given",
-    [{"after": hook}, {"after": hook_in_place}, {"after": hook_of_node}, {"before": hook_of_node}],
-)
-def test_a_hook_that_a_second_run_would_not_have_is_not_left_out(
-    given: Any, count: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It came after the second forward, or no one sees it on the node: all is as with ``skip``."""
-    ours, records = chain(2.0**13, count, on_overflow="retry", **given)
-    theirs, plain = chain(2.0**13, count, **given)
-    assert [r.skipped for r in records] == [r.skipped for r in plain] == [True, False, False]
-    assert caplog.text.count("a hook has changed the gradient of an output") == 1
-    assert_same(ours, theirs)
 
 
 class Sized(nn.Module):
@@ -380,17 +356,8 @@ def looked_at(accelerator: Any, model: Any, number: int) -> list[float]:
     return [loss.item()]
 
 
-def frozen_for_one(accelerator: Any, model: Any, number: int) -> list[float]:
-    """Of two losses a window; then it learns again."""
-    model.first.requires_grad_(False)
-    losses = by_script(accelerator, model, number)
-    model.first.requires_grad_(True)
-    return losses + by_model(accelerator, model, number + 50)
-
-
-@pytest.mark.parametrize("backwards", [looked_at, frozen_for_one])
-def test_what_scripts_do_beside_a_forward(backwards: Backwards) -> None:
-    assert_no_window_is_lost(backwards=backwards, accumulation=2)
+def test_what_scripts_do_beside_a_forward() -> None:
+    assert_no_window_is_lost(backwards=looked_at, accumulation=2)
 
 
 class Loose(Net):
@@ -424,6 +391,8 @@ def loosely(use: str) -> Backwards:
             accelerator.backward(loss)
         if use == "evaluation":
             model.eval()
+        if use == "freezing":
+            model.first.requires_grad_(False)
         if use == "grad.data":
             for p in model.parameters():
                 if p.grad is not None:
@@ -443,6 +412,7 @@ def loosely(use: str) -> Backwards:
         ("checkpoint", "that no recorded forward gives"),
         ("grad.data", "it was changed"),
         ("evaluation", "another output"),
+        ("freezing", "its parameters were changed"),
     ],
 )
 def test_gradients_that_would_be_others_are_not_made(
@@ -547,10 +517,10 @@ CLIPS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize(
     ("kind", "between", "why", "mode", "clip", "big", "accumulation"),
     [
-        (Counting, nothing, "another output", "sync", "no clip", (False, True), 4),
-        (Average, nothing, "writes to its parameters", "sync", "norm", (True, False), 1),
+        (Counting, nothing, "another output", "sync", "no clip", (True, True), 4),
+        (Average, nothing, "writes to its parameters", "sync", "norm", (True,), 1),
         (Swapped, nothing, "writes to its parameters", "overlap", "norm", (True, True), 1),
-        (Once, nothing, "RuntimeError: only once", "sync", "unscale", (True, False), 4),
+        (Once, nothing, "RuntimeError: only once", "sync", "unscale", (True,), 4),
         (Plain, edited, "changed after the backward", "sync", "value", (True,), 4),
         (Plain, replaced, "changed after the backward", "overlap", "norm", (True, True), 1),
         (Plain, by_hand, "GradScaler.unscale_", "sync", "no clip", (False, True), 4),
@@ -618,6 +588,20 @@ def test_a_window_that_cannot_be_made_again_is_an_ordinary_skip_told_once(
     assert caplog.text.count("cannot be made again") == 1
     has_joined = "another optimizer has updated" in caplog.text  # what is unscaled by hand steps
     assert why in caplog.text or (has_joined and between is by_hand)
+
+
+def test_a_second_run_that_fails_skips_every_optimizer_of_it() -> None:
+    with attached(None, on_overflow="retry", init_scale=2.0**15) as accelerator:
+        nets = Once(), Plain()
+        models = accelerator.prepare(*nets)
+        optimizers = accelerator.prepare(*(sgd(net.parameters()) for net in nets))
+        losses = [model(torch.full((4,), x)) for model, x in zip(models, (64.0, 0.5), strict=True)]
+        accelerator.backward(sum(losses))
+        for optimizer in optimizers:
+            optimizer.step()
+            assert optimizer.step_was_skipped
+        assert accelerator.scaler.get_scale() == 2.0**14
+    assert all(net.w.tolist() == [1.0] * 4 for net in nets)
 
 
 def test_bits_that_float16_loses_at_a_low_scale_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -695,10 +679,9 @@ def test_what_no_scale_cures_is_an_ordinary_skip_and_explained(
         assert "cannot be made again" not in caplog.text
 
 
-@pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("second", "clip"), [(False, None), (False, 1.0), (True, 1.0)])
 def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
-    """Only one of them overflows, perhaps the one that steps last: both step at the lower scale."""
+    """Only one of them overflows, and none has stepped: both step at the lower scale."""
 
     def run(scale: float, **settings: Any) -> tuple[Any, list[Any]]:
         with attached(None, init_scale=scale, **settings) as accelerator:
@@ -709,9 +692,10 @@ def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
                 sizes = (1.0, 2.0**4) if second else (2.0**4, 1.0)
                 parts = [m(torch.full((4,), s)) for m, s in zip(models, sizes, strict=True)]
                 accelerator.backward(parts[0] + parts[1])
-                for net, optimizer in zip(nets, optimizers, strict=True):
+                for net in nets:
                     if clip is not None:
                         accelerator.clip_grad_norm_(net.parameters(), clip)
+                for optimizer in optimizers:
                     optimizer.step()
                     assert not optimizer.step_was_skipped
                     optimizer.zero_grad()
@@ -723,3 +707,16 @@ def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
     assert not any(r.skipped for r in (*records, *plain))
     assert records[-1].scale == 2.0**11
     assert_same(high, low)
+
+
+def test_an_overflow_that_is_met_after_another_optimizer_has_stepped_is_a_skip() -> None:
+    with attached(None, on_overflow="retry", init_scale=2.0**15) as accelerator:
+        nets = Plain(), Plain()
+        models = accelerator.prepare(*nets)
+        optimizers = accelerator.prepare(*(sgd(net.parameters()) for net in nets))
+        losses = [model(torch.full((4,), x)) for model, x in zip(models, (0.5, 64.0), strict=True)]
+        accelerator.backward(sum(losses))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [each.step_was_skipped for each in optimizers] == [False, True]
+        assert accelerator.scaler.get_scale() == 2.0**14

@@ -181,48 +181,6 @@ def test_one_rank_that_has_other_settings_is_not_waited_for(
     on_two_ranks(body, tmp_path)
 
 
-def test_the_partner_of_the_optimizer_that_steps_is_made_again_on_all_ranks(
-    tmp_path: Path,
-) -> None:
-    """Only the second model overflows: that is seen before the first one's optimizer steps."""
-
-    def run(scale: float, **settings: Any) -> tuple[list[Tensor], list[Any]]:
-        reset()
-        accelerator: Any = Accelerator(mixed_precision="fp16")
-        attach(accelerator, init_scale=scale, **settings)
-        torch.manual_seed(3)
-        nets = [nn.Linear(8, 4), nn.Linear(8, 4)]
-        models = [accelerator.prepare_model(net) for net in nets]
-        optimizers = [
-            accelerator.prepare_optimizer(torch.optim.SGD(net.parameters(), lr=1e-3))
-            for net in nets
-        ]
-        for number in range(3):
-            x, _ = batch(number)
-            # Gradients come back in float16, scaled.
-            losses = [model(x).square().mean() for model in models]
-            loud = 2048.0 if number == 2 and dist.get_rank() == 1 else 1.0
-            accelerator.backward(losses[0].float() + losses[1].float() * loud)
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        records = list(accelerator.scaler_history.records)
-        accelerator.scaler.abandon_window()
-        detach(accelerator)
-        return [p.detach().clone() for net in nets for p in net.parameters()], records
-
-    def body() -> None:
-        high, records = run(256.0, on_overflow="retry")
-        assert not any(r.skipped for r in records)
-        assert [r.retries > 0 for r in records] == [False, False, True]
-        low, plain = run(records[-1].scale)
-        assert not any(r.skipped for r in plain)
-        assert_same(high, low)
-
-    on_two_ranks(body, tmp_path)
-
-
 def test_a_wrapper_that_reduces_is_made_again_reducing_beside_one_that_does_not(
     tmp_path: Path,
 ) -> None:

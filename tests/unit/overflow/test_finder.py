@@ -158,7 +158,7 @@ FORWARD = [
          lambda: Seq(linear()), x=torch.full((2, 4), math.nan)),
     case("behind a masked score", "forward 3 Linear", "",
          lambda: Seq(linear(), masked(), nn.Softmax(-1), overflowing(linear())), x=SQUARE),
-    case("a dict", "forward 1 Apply", "output y",
+    case("a dict", "forward 1 Apply", "output reached -inf",
          lambda: Seq(linear(), Apply(lambda x: {"z": x, "y": x.half() * 1e9})),
          loss_of=lambda out: squares(out["y"])),
     case("a frozen part", "forward 0.1 Linear", "",
@@ -295,14 +295,9 @@ def test_a_range_is_that_of_the_values() -> None:
         assert str(of(y)) == "(nan, nan)"
         assert of(y[:1]) == (y[0].min().item(), INF)
     assert of(torch.tensor([1e300, 2e300], dtype=torch.float64)) == (1e300, 2e300)
-    pair = torch.cat([x, x * -2])
-    assert of(torch.complex(x, x * -2).conj()) == (
-        min(x.min().item(), (x * 2).min().item()),
-        max(pair[:7].max().item(), (x * 2).max().item()),
-    )
-    assert of(x.to_sparse()) == (x.min().item(), x.max().item())
-    assert of(torch.ones(2).to(torch.float8_e4m3fn)) == (1.0, 1.0)
-    for nothing in (torch.ones(2, dtype=torch.int64), x[:0], x.to("meta"), x > 0):
+    small = torch.ones(2).to(torch.float8_e4m3fn)
+    others = (x[:0], x.to("meta"), x > 0, torch.complex(x, x), x.to_sparse(), small)
+    for nothing in (torch.ones(2, dtype=torch.int64), *others):
         assert of(nothing) is None
 
 

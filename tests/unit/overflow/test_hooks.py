@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from accel_scaler.overflow.fp32_modules import cast_down
-from accel_scaler.overflow.hooks import map_tensors, named_tensors_in, tensors_in
+from accel_scaler.overflow.hooks import map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "one two")
 HALF = torch.ones(2, dtype=torch.float16)
@@ -33,28 +33,26 @@ class Output(OrderedDict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("value", "names"),
+    ("value", "count"),
     [
-        (HALF, [""]),
-        ((HALF, 1), ["0"]),
-        ([None, HALF], ["1"]),
-        ({"a": HALF, "b": "c"}, ["a"]),
-        (Pair(1, HALF), ["1"]),
-        (defaultdict(list, a=HALF), ["a"]),
-        (UserDict(a=HALF), ["a"]),
-        (Output(a=HALF), ["a"]),
-        (BaseModelOutput(last_hidden_state=HALF, hidden_states=(HALF, HALF)),  # type: ignore[arg-type]
-         ["last_hidden_state", "hidden_states", "hidden_states"]),
-        ([({"a": (Pair(HALF, [HALF]),)},)], ["0", "0"]),
+        (HALF, 1),
+        ((HALF, 1), 1),
+        ([None, HALF], 1),
+        ({"a": HALF, "b": "c"}, 1),
+        (Pair(1, HALF), 1),
+        (defaultdict(list, a=HALF), 1),
+        (UserDict(a=HALF), 1),
+        (Output(a=HALF), 1),
+        (BaseModelOutput(last_hidden_state=HALF, hidden_states=(HALF, HALF)), 3),  # type: ignore[arg-type]
+        ([({"a": (Pair(HALF, [HALF]),)},)], 2),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
-def test_a_container_is_copied_with_other_tensors(value: Any, names: list[str]) -> None:
+)
+def test_a_container_is_copied_with_other_tensors(value: Any, count: int) -> None:
     wide = map_tensors(value, Tensor.float)
     assert type(wide) is type(value)
-    assert [t.dtype for t in tensors_in(wide)] == [torch.float32] * len(names)
+    assert [t.dtype for t in tensors_in(wide)] == [torch.float32] * count
     assert all(t is HALF for t in tensors_in(value)), "what came in is as it was"
-    assert [name for name, _ in named_tensors_in(value)] == names
     if isinstance(wide, BaseModelOutput):
         assert wide.last_hidden_state is wide["last_hidden_state"]
     if isinstance(wide, Output):

@@ -35,9 +35,10 @@ class Net(nn.Module):
         return out.float().square().mean()
 
 
-def recorded(net: nn.Module) -> WindowRecording:
-    recording = WindowRecording()
-    recording.watch(net, net)
+def recorded(net: nn.Module, prepared: Any = None) -> WindowRecording:
+    parameters: list[Any] = list(net.parameters())
+    recording = WindowRecording(lambda: parameters)
+    recording.watch(net if prepared is None else prepared, net)
     return recording
 
 
@@ -57,8 +58,7 @@ def module_of(recording: WindowRecording) -> str:
 def test_a_compiled_model_is_run_without_the_compiler() -> None:
     net = Net()
     compiled: Any = torch.compile(net, backend="eager")
-    recording = WindowRecording()
-    recording.watch(compiled, net)
+    recording = recorded(net, compiled)
     window(recording, compiled, torch.ones(2, 4))
     assert len(recording.calls) == 1
     assert module_of(recording) == "layers.1"
@@ -68,8 +68,7 @@ def test_a_model_whose_autocast_is_outside_of_it_is_not_run_again() -> None:
     net: Any = Net()
     net._original_forward = net.forward  # as Accelerate leaves a model compiled before
     compiled: Any = torch.compile(net, backend="eager")
-    recording = WindowRecording()
-    recording.watch(compiled, net)
+    recording = recorded(net, compiled)
     window(recording, compiled, torch.ones(2, 4))
     assert recording.obstacle().startswith("no forward of a prepared model")
 
@@ -154,14 +153,22 @@ def test_parameters_and_random_state_are_put_back_whatever_is_raised(error: Base
     assert module_of(recording) == "layers.1"
 
 
-@pytest.mark.parametrize("of", ["input", "weight"])
-def test_a_gradient_that_is_differentiated_itself_is_not_run_again(of: str) -> None:
-    """As a gradient penalty's."""
+def test_a_backward_that_is_differentiated_itself_is_not_run_again() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    recording = recorded(net)
+    loss = net(torch.ones(2, 4)).sum()
+    recording.before_backward(loss)
+    loss.backward(create_graph=True)
+    assert "(create_graph=True)" in recording.obstacle()
+
+
+def test_a_gradient_penalty_is_not_made_again() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     recording, x = recorded(net), torch.ones(2, 4).requires_grad_()
-    wanted = x if of == "input" else net[0].weight
-    (slope,) = torch.autograd.grad(net(x).sum(), wanted, create_graph=True)
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     loss = slope.square().sum()
     recording.before_backward(loss)
     loss.backward()
-    assert "(create_graph=True)" in recording.obstacle()
+    recording.after_backward()
+    why = recording.obstacle_to_gradients(list(net.parameters()), changes_model=False)
+    assert "in a gradient penalty" in why

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..devices import is_capturing
-from ..models import inert, is_compiled, is_in_backward, untraced
+from ..models import inert, is_compiled, is_in_backward, is_replaying, untraced
 from .room import Room
 
 if TYPE_CHECKING:
@@ -68,17 +67,19 @@ class Looks:
         self.remove()
         chosen: Sequence[Any] = params[:: -(-len(params) // MOMENTS) or 1]
         for look, param in enumerate(chosen):
-            call = partial(_gradient_came, weakref.ref(self), look)
-            self._hooks.append(param.register_post_accumulate_grad_hook(call))
+            hook = Hook(self.gradient_came, look)
+            self._hooks.append(param.register_post_accumulate_grad_hook(hook))
         numbers = {id(param): look for look, param in enumerate(chosen)}
         for model in models:
             modules = () if any(map(is_compiled, model.modules())) else model.modules()
             for module in modules:
                 own = [numbers[id(p)] for p in module._parameters.values() if id(p) in numbers]
                 if own:
-                    hook = BeforeModule(self, FORWARD + own[0])
+                    hook = Hook(self.module_runs, FORWARD + own[0])
                     self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
                     self.are_in_forward = True
+            hook = Hook(self.before_forward)
+            self._hooks.append(model.register_forward_pre_hook(hook, prepend=True))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -91,11 +92,11 @@ class Looks:
         replica = self._replica()
         return None if replica is None or replica.is_stepping or is_capturing() else replica
 
-    def before_forward(self, counts: bool) -> None:
-        """A watched model is about to run: drop what came up for a step that did not come.
-        ``counts``: the script runs it; else a window is run again."""
+    def before_forward(self) -> None:
+        """A watched model is about to run: drop what came up for a step that did not come."""
         if (replica := self._mover) is None:
             return
+        counts = not is_replaying()  # else a window is run again
         with replica.lock:
             self._room.begin()
             self._is_evaluation = not torch.is_grad_enabled()
@@ -103,8 +104,8 @@ class Looks:
                 self._forwards += counts
             else:
                 replica.ring.release_free()  # an evaluation may take the memory between two looks
-            self._wrong += replica.has_loaded_early and counts
-            replica.drop()
+            self._wrong += bool(replica.ring.loaded) and counts
+            replica.ring.drop()
 
     def module_runs(self, look: int) -> None:
         """In a forward: let go so many of the slots that go down that the peak does not rise."""
@@ -153,21 +154,16 @@ class Looks:
         ring.release_free(left if self.are_in_forward else 0)
 
 
-class BeforeModule:
-    """A hook on a module. It refers to the looks weakly, and does nothing in a copy."""
+class Hook:
+    """Calls a method with ``args``. It refers to the object weakly, and does nothing in a copy."""
 
-    def __init__(self, looks: Looks, look: int) -> None:
-        self._looks, self._look = weakref.ref(looks), look
+    def __init__(self, method: Callable[..., None], *args: object) -> None:
+        self._method, self._args = weakref.WeakMethod(method), args
 
     def __reduce__(self) -> Any:
         return inert()
 
     @untraced
     def __call__(self, *_: object) -> None:
-        if (looks := self._looks()) is not None:
-            looks.module_runs(self._look)
-
-
-def _gradient_came(looks: weakref.ref[Looks], look: int, _: Tensor) -> None:
-    if (found := looks()) is not None:
-        found.gradient_came(look)
+        if (method := self._method()) is not None:
+            method(*self._args)

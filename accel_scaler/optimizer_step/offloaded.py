@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -26,14 +25,14 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..scaling import DeferredUnscale, local
-from .arena import ALIGNED, flat, is_dense, place_of
+from ..scaling import DeferredUnscale, local, parameters_of
+from .arena import ALIGNED, flat, is_dense, laid_out, place_of
 from .blocks import DEVICE_BLOCK, rule_of
 from .host_memory import HostArena, WaitingState
 from .looks import Looks
-from .masters import MASTER, MasterRule, ParameterPair, with_edits
+from .masters import MASTER, MasterRule, ParameterPair
 from .replica import Part, Replica, exact
-from .ring import COUNT, Block, Ring, Slot
+from .ring import COUNT, Block, Ring
 
 BLOCKS, SMALLEST_BLOCK = 32, 1 << 20
 """About how many stretches there are, and the elements that one has at least."""
@@ -52,27 +51,28 @@ class Stretch(Block):
             begin, end = begin + piece.start, begin + piece.stop
         super().__init__(begin, end - begin)
         self.part, self.arena, self.places, self.piece = part, arena, places, piece
+        self.is_last = piece is None or end == arena.end(last)
+        """No other piece of its parameter is stepped after it."""
         self.keys: list[str] = []
         """What there is of it in host memory, at this step."""
+        self.versions: list[int] = []
+        """The versions of its arena when it was loaded."""
 
-    def homes(self, keys: Sequence[str]) -> dict[str, Tensor]:
+    @property
+    def homes(self) -> dict[str, Tensor]:
         """Its host memory, shape (length,) for each key."""
         end = self.begin + self.length
-        return {key: self.arena.memory[key][self.begin : end] for key in keys}
+        return {key: self.arena.memory[key][self.begin : end] for key in self.keys}
+
+    def cut(self, t: Tensor) -> Tensor:
+        """Its elements of a tensor that is laid out like a parameter."""
+        return t if self.piece is None else flat(t)[self.piece]
 
     def view(self, memory: Tensor, pair: ParameterPair) -> Tensor:
         """A parameter's view, or that of its piece, of memory that begins where this does."""
         if self.piece is not None:
             return memory
         return self.arena.view(memory, pair.slot, self.begin)
-
-
-@dataclass
-class Loaded:
-    """A stretch that is in a slot, and the versions of its arena then."""
-
-    slot: Slot
-    versions: list[int]
 
 
 class OffloadedReplica(Replica):
@@ -83,9 +83,6 @@ class OffloadedReplica(Replica):
         self._ring: Ring | None = None
         self._looks: Looks | None = None
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._loaded: dict[Stretch, Loaded] = {}
-        self._unstored: list[ParameterPair] = []
-        """Parameters that have new values, while their masters are not stored."""
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
         self.is_stepping = False
@@ -96,8 +93,7 @@ class OffloadedReplica(Replica):
     def let_go(self) -> None:
         if self._looks is not None:
             self._looks.remove()
-        if self._ring is not None:
-            self.rest()
+        self.rest()
         state = self.optimizer.state
         if isinstance(state, WaitingState):
             self.optimizer.state = defaultdict(dict, dict.items(state))
@@ -107,35 +103,30 @@ class OffloadedReplica(Replica):
     def follow(self) -> bool:
         if self.is_current():
             return False
-        if self._ring is not None:
-            self.take_edits()  # while samples are of the memory where the parameters were
-            self.take_noted_edits()
-        changed = super().follow()
+        self.take_edits()  # while samples are of the memory where the parameters were
+        self.rest()
+        super().follow()
         own = [pair for pair in self.pairs if pair.is_offloaded]
         if not own:
-            return changed
+            return True
         rule, device = rule_of(self.optimizer), own[0].target.device
         if self._ring is None or self._ring.device != device:
             self._ring = Ring(device)
             self._looks = None if self.masters.budget == 0 else Looks(self, device)
         for pair in own:
-            arena = _host_arena(pair)
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
-                arena.reserve(key)  # on the training thread, before the first step
+                pair.arena.allocate(key)  # on the training thread, before the first step
         self._guard_state()
         self._put_looks()
-        return changed
+        return True
 
     def _guard_state(self) -> None:
         state = self.optimizer.state
         if not isinstance(state, WaitingState) and self._ring is not None:
             self.optimizer.state = WaitingState(self._before_read, state)
 
-    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
-        self.rest()
-        super().load_state(state_dict, masters)
-        for pair in self.pairs:
-            pair.is_edited_since = False
+    def load_state(self, state_dict: dict[str, Any]) -> None:
+        super().load_state(state_dict)
         self._guard_state()
 
     def _before_read(self) -> None:
@@ -185,7 +176,8 @@ class OffloadedReplica(Replica):
         return max(lengths, default=0)
 
     def _stretches_of(self, part: Part) -> Iterator[Stretch]:
-        pair, arena, limit = part.pairs[0], _host_arena(part.pairs[0]), self._limit
+        pair, arena, limit = part.pairs[0], part.pairs[0].arena, self._limit
+        assert isinstance(arena, HostArena)
         length = pair.target.numel()
         if len(part.pairs) > 1 or length <= limit or not is_dense(pair.target):
             yield Stretch(part, arena, range(len(part.pairs)), None)
@@ -205,7 +197,7 @@ class OffloadedReplica(Replica):
                 continue
             value = local(value)
             if is_moved(key, value, pair.target):
-                (home,) = pair.arena.allocate(range(pair.slot, pair.slot + 1), key)
+                home = pair.arena.view(pair.arena.allocate(key), pair.slot)
                 if place_of(value) != place_of(home):
                     self.rest()
                     home.copy_(exact(key, value, group))
@@ -230,24 +222,10 @@ class OffloadedReplica(Replica):
     def rest(self) -> None:
         """Let all be at rest in host memory, and the newest there. Waits for copies down."""
         with self.lock:
-            self.drop()
             if self._ring is not None:
-                self._ring.release_free()
                 self._ring.settle()
-
-    def take_noted_edits(self) -> None:
-        self.rest()
-        for pair in self.pairs:
-            if pair.is_edited_since:
-                pair.refresh()
-                pair.is_edited_since = False
-
-    def drop(self) -> None:
-        """Let go what came up and was not stepped."""
-        with self.lock:
-            for each in self._loaded.values():
-                self.ring.release(each.slot)
-            self._loaded.clear()
+                self._ring.drop()
+                self._ring.release_free()
 
     @property
     def ring(self) -> Ring:
@@ -255,17 +233,9 @@ class OffloadedReplica(Replica):
         assert self._ring is not None
         return self._ring
 
-    @property
-    def has_loaded_early(self) -> bool:
-        """Some stretches are up, and no step has begun."""
-        return bool(self._loaded)
-
-    def _load(self, slot: Slot, stretch: Stretch) -> None:
-        ring = self.ring
-        self._loaded[stretch] = Loaded(slot, stretch.arena.versions)  # first: Ctrl-C may come
-        if slot in ring.free:
-            ring.free.remove(slot)
-        ring.load(slot, stretch, stretch.homes(stretch.keys))
+    def _load(self, stretch: Stretch) -> None:
+        stretch.versions = stretch.arena.versions
+        self.ring.load(stretch, stretch.homes)
 
     def _put_looks(self) -> None:
         # Without a model nobody would drop what came up in vain before the next forward.
@@ -274,19 +244,15 @@ class OffloadedReplica(Replica):
             self._looks.put(trained, self._models)
 
     def watch(self, model: Module) -> None:
-        """``model`` has parameters of the optimizer."""
-        self._models.add(model)
-        self._put_looks()
+        if model not in self._models:
+            mine = set(map(id, parameters_of(self.optimizer)))
+            if not mine.isdisjoint(map(id, Module.parameters(model))):
+                self._models.add(model)
+                self._put_looks()
 
     def before_backward(self, is_last: bool) -> None:
-        """A backward is about to begin, as :class:`Stepper` says."""
         if self._looks is not None:
             self._looks.is_last = is_last
-
-    def before_forward(self, counts: bool) -> None:
-        """A watched model is about to run; ``counts``: not because a window is run again."""
-        if self._looks is not None:
-            self._looks.before_forward(counts)
 
     @torch.no_grad()
     def come_up(self, left: int) -> None:
@@ -297,12 +263,14 @@ class OffloadedReplica(Replica):
         ring.release_smaller(length)
         left -= 4 * length * (1 if all(g.get("fused") for g in self.optimizer.param_groups) else 4)
         for stretch in chain.from_iterable(self._stretches.values()):
-            if stretch not in self._loaded:
+            if stretch not in ring.loaded:
                 if not ring.free and ring.held + 4 * length > left:
                     return
                 stretch.keys = self.keys_of(stretch)
                 if stretch.keys:
-                    self._load(ring.free[0] if ring.free else ring.make(length), stretch)
+                    if not ring.free:
+                        ring.make(length)
+                    self._load(stretch)
 
     # The step.
 
@@ -328,53 +296,48 @@ class OffloadedReplica(Replica):
                     stretch.keys = self.keys_of(stretch)
                 steps.extend(stretch for stretch in some if stretch.keys)
         wanted = set(steps)
-        for stretch, up in list(self._loaded.items()):
-            is_current = up.versions == stretch.arena.versions and stretch in wanted
-            if not is_current or [*up.slot.views] != stretch.keys:
-                ring.free.append(self._loaded.pop(stretch).slot)
-        self._queue = deque(each for each in steps if each not in self._loaded)
+        for each, slot in list(ring.loaded.items()):
+            assert isinstance(each, Stretch)
+            is_current = each in wanted and each.versions == each.arena.versions
+            if not is_current or [*slot.views] != each.keys:
+                ring.free.append(ring.loaded.pop(each))
+        self._queue = deque(each for each in steps if each not in ring.loaded)
         length = self._slot_length
         ring.release_smaller(length)
-        held = len(ring.free) + len(self._loaded)
-        for number in range(held, min(COUNT, len(steps))):
+        for number in range(len(ring.free) + len(ring.loaded), min(COUNT, len(steps))):
             try:
-                ring.free.append(ring.make(length))
+                ring.make(length)
             except torch.OutOfMemoryError:
                 if number < 1:
                     raise
                 if ring.free and number > 1:  # the step itself needs some memory, too
-                    ring.release(ring.free[-1])
-                    ring.free.pop()
+                    ring.release_free(ring.held - 1)
                 break  # a smaller ring: the same numbers, with less at once
 
     def give_back_state(self) -> None:
         super().give_back_state()
-        if self.is_stepping:
+        if self.is_stepping and self._ring is not None:
             self._queue.clear()
-            if self._loaded:  # the step has failed
+            if self._ring.loaded:  # the step has failed
                 self.rest()
             self._spot_check.note()
-            for pair in self._unstored:  # the step has failed: their masters are of before
-                self.refresh(pair)
-            self._unstored = []
-            self._end_window()
+            self._end_window(self._ring)
         self.is_stepping = False
 
-    def _end_window(self) -> None:
-        self.drop()
-        if self._ring is None:
-            return
+    def _end_window(self, ring: Ring) -> None:
+        ring.drop()
         if self._looks is None:
-            self._ring.release_free()
+            ring.release_free()
         else:
-            self._looks.after_step(self._ring)
+            self._looks.after_step(ring)
 
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""
         with self.lock:
             if self._looks is not None:
                 self._looks.before_step()
-            self._end_window()
+            if self._ring is not None:
+                self._end_window(self._ring)
 
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
@@ -382,136 +345,70 @@ class OffloadedReplica(Replica):
         if part not in self._stretches:
             super().step_part(part, grads, deferred)
             return
-        given, done = list(grads), set[int]()
-        for place, (pair, grad) in enumerate(zip(part.pairs, grads, strict=True)):
-            if grad is not None and grad.stride() != pair.arena.strides[pair.slot]:
-                (whole,) = self.bring([pair], [grad], deferred)
-                assert whole is not None
-                size, stride = pair.target.shape, pair.arena.strides[pair.slot]
-                given[place] = torch.empty_strided(
-                    size, stride, dtype=whole.dtype, device=whole.device
-                ).copy_(whole)
-                done.add(place)
-        before = [dict(self.copy.state.get(pair.stepped) or {}) for pair in part.pairs]
+        strides = [pair.arena.strides[pair.slot] for pair in part.pairs]
+        if any(g is not None and g.stride() != s for g, s in zip(grads, strides, strict=True)):
+            final = zip(self.bring(part.pairs, grads, deferred), strides, strict=True)
+            grads = [None if grad is None else laid_out(grad, stride) for grad, stride in final]
+            deferred = DeferredUnscale()
         for stretch in self._stretches[part]:
-            self._step(stretch, given, done, deferred, before)
-        for pair, grad in zip(part.pairs, grads, strict=True):
-            pair.is_edited_since = pair.is_edited_since and grad is None
+            self._step(stretch, grads, deferred)
 
     def _step(
-        self,
-        stretch: Stretch,
-        grads: Sequence[Tensor | None],
-        done: set[int],
-        deferred: DeferredUnscale,
-        before: Sequence[dict[str, Any]],
+        self, stretch: Stretch, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
-        """Update one stretch by the optimizer's own step. ``done``: the places of gradients that
-        nothing is deferred for. ``before``: each parameter's state before this step."""
+        """Update one stretch by the optimizer's own step."""
         places = [place for place in stretch.places if grads[place] is not None]
         if not places:
             return
-        ring, keys = self._ring, stretch.keys
-        assert ring is not None
+        ring = self.ring
         views: dict[str, Tensor] = {}
-        if keys:
+        if stretch.keys:
             while self._queue and ring.free:
-                self._load(ring.free[0], self._queue.popleft())
-            slot = self._loaded[stretch].slot
-            ring.begin(slot)
-            views = slot.views
+                self._load(self._queue.popleft())
+            views = ring.begin(stretch)
         pairs = [stretch.part.pairs[place] for place in places]
+        found = [stretch.cut(grad) for place in places if (grad := grads[place]) is not None]
+        final = self.bring(pairs, found, deferred)
         params = [self._stepped_in(stretch, pair, views) for pair in pairs]
-        piece = stretch.piece
-        found = [grad for place in places if (grad := grads[place]) is not None]
-        pieces = [grad if piece is None else flat(grad)[piece] for grad in found]
-        final: list[Tensor | None] = list(pieces)
-        due = [i for i, place in enumerate(places) if place not in done]
-        brought = self.bring([pairs[i] for i in due], [pieces[i] for i in due], deferred)
-        for i, grad in zip(due, brought, strict=True):
-            final[i] = grad
-        entries = [before[place] for place in places]
-        state = self._state_in(stretch, pairs, params, entries, views)
-        given = {p: dict(own) for p, own in state.items()}
-        self._call(params, final, pairs[0].group, state)
-        for pair, p, entry in zip(pairs, params, entries, strict=True):
+        given = [self._state_in(stretch, pair, views) for pair in pairs]
+        filled = zip(params, given, strict=True)
+        state = defaultdict(dict, {p: dict(entry) for p, entry in filled if entry})
+        self.step_these(params, final, {pairs[0].group: range(len(pairs))}, state)
+        for pair, p, entry in zip(pairs, params, given, strict=True):
             if p in state:
-                self._keep(stretch, pair, p, entry, given.get(p, {}), state[p], views)
+                self._keep(stretch, pair, p, entry, state[p], views)
         if pairs[0].is_master:
-            self._unstored = pairs
-            targets = [pair.target if piece is None else flat(pair.target)[piece] for pair in pairs]
+            targets = [stretch.cut(pair.target) for pair in pairs]
             torch._foreach_copy_(targets, [p.detach() for p in params])
-        if keys:
-            ring.store(slot, stretch, stretch.homes(keys))
-            del self._loaded[stretch]
-        self._unstored = []
+        if views:
+            ring.store(stretch, stretch.homes)
 
     def _stepped_in(
         self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]
     ) -> Tensor:
         """What is stepped of one parameter: its memory, or its master in a slot."""
-        target = pair.target if stretch.piece is None else flat(pair.target)[stretch.piece]
-        if not pair.is_master:
-            return pair.stepped if stretch.piece is None else nn.Parameter(target)
-        master = stretch.view(views[MASTER], pair)
-        if pair.is_edited_since:
-            master.copy_(with_edits(master, target))
-        return nn.Parameter(master)
+        if pair.is_master:
+            return nn.Parameter(stretch.view(views[MASTER], pair))
+        return pair.stepped if stretch.piece is None else nn.Parameter(stretch.cut(pair.target))
 
     def _state_in(
-        self,
-        stretch: Stretch,
-        pairs: Sequence[ParameterPair],
-        params: Sequence[Tensor],
-        entries: Sequence[dict[str, Any]],
-        views: dict[str, Tensor],
-    ) -> dict[Any, dict[str, Any]]:
-        """State for one call of the step: views of the slot, and numbers."""
-        state: dict[Any, dict[str, Any]] = defaultdict(dict)
-        for pair, p, entry in zip(pairs, params, entries, strict=True):
-            own = {}
-            for key, value in entry.items():
-                if key in views:
-                    value = stretch.view(views[key], pair)
-                elif stretch.piece is not None and isinstance(value, Tensor):
-                    value = value.clone()  # each piece counts the step for itself
-                own[key] = value
-            if own:
-                state[p] = own
-        return state
-
-    def _call(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        number: int,
-        state: dict[Any, dict[str, Any]],
-    ) -> None:
-        copy, groups, states = self.copy, self.copy.param_groups, self.copy.state
-        try:
-            copy.param_groups = [{**groups[number], "params": list(params)}]
-            copy.state = state
-            # Apart: torch's fused SGD takes no momentum beside parameters that have none yet.
-            new = {
-                p for p in params if any(v is None for v in (state.get(p) or {"": None}).values())
-            }
-            for some in filter(None, (new, {*params} - new)):
-                for p, grad in zip(params, grads, strict=True):
-                    if p in some and grad is not None and grad.dtype is not p.dtype:
-                        p.grad_dtype = grad.dtype
-                    p.grad = grad if p in some else None
-                self.call_step(params)
-        finally:
-            copy.param_groups, copy.state = groups, states
-            for p in params:
-                p.grad = None
+        self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]
+    ) -> dict[str, Any]:
+        """State for one call of the step: views of the slot, and numbers. Each piece of a parameter
+        counts the step for itself, the last one for good."""
+        found = dict(self.copy.state.get(pair.stepped) or {})
+        for key, value in found.items():
+            if key in views:
+                found[key] = stretch.view(views[key], pair)
+            elif isinstance(value, Tensor) and not stretch.is_last:
+                found[key] = value.clone()
+        return found
 
     def _keep(
         self,
         stretch: Stretch,
         pair: ParameterPair,
         p: Tensor,
-        before: dict[str, Any],
         given: dict[str, Any],
         after: dict[str, Any],
         views: dict[str, Tensor],
@@ -521,33 +418,18 @@ class OffloadedReplica(Replica):
 
         Args:
             p: what was stepped, of shape like its tensors of state.
-            before: the entry before this step.
             given, after: the state that the step got, and left.
         """
-        entry, piece = self.copy.state[pair.stepped], stretch.piece
         for key, value in after.items():
             if key in views and value is given.get(key):
                 continue
             if isinstance(value, Tensor) and is_moved(key, value, p):
-                (home,) = pair.arena.allocate(range(pair.slot, pair.slot + 1), key)
-                if key in views:
-                    stretch.view(views[key], pair).copy_(value)
-                else:
-                    (home if piece is None else flat(home)[piece]).copy_(value)
-                if entry.get(key) is None or place_of(entry[key]) != place_of(home):
-                    entry[key] = home
-            elif piece is None or key not in before:
-                entry[key] = value
-            elif piece.stop == pair.target.numel():  # each piece has counted the step
-                if isinstance(before[key], Tensor):
-                    before[key].copy_(value)
-                else:
-                    entry[key] = value
-
-
-def _host_arena(pair: ParameterPair) -> HostArena:
-    assert isinstance(pair.arena, HostArena)
-    return pair.arena
+                home = pair.arena.view(pair.arena.allocate(key), pair.slot)
+                into = stretch.view(views[key], pair) if key in views else stretch.cut(home)
+                into.copy_(value)
+                value = home
+            if stretch.is_last:
+                self.copy.state[pair.stepped][key] = value
 
 
 def is_offloaded(part: Part) -> bool:

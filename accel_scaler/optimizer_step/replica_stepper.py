@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..errors import OrderError, StepError, UnsupportedError, listed
-from ..models import inert, is_replaying, untraced
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
@@ -33,10 +32,10 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .masters import MASTER, MasterRule, entry_of, is_stepped, without_master
+from .masters import MASTER, MasterRule, entry_of, is_stepped
 from .offloaded import OffloadedReplica
 from .owners import own_parameters
-from .replica import Replica, is_empty
+from .replica import Replica
 from .state_dicts import StateDictHooks
 from .stepper import (
     Stepper,
@@ -91,8 +90,6 @@ class ReplicaStepper(Stepper):
         self._logged_edits = False
         self._launched: tuple[list[Tensor | None], SentCheck, StepTiming] | None = None
         """Between :meth:`launch` and :meth:`conclude`: the gradients, and what decides."""
-        self._forwards: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
-        """Handles of the hooks before a watched model's forward."""
         register(self)
         try:
             self._hooks = StateDictHooks(self)
@@ -111,15 +108,8 @@ class ReplicaStepper(Stepper):
         return self._holder is not None and self._holder() is None
 
     def watch(self, model: Module) -> None:
-        """Learn of each forward of ``model``, if it has parameters of the optimizer."""
-        replica = self.replica
-        if not isinstance(replica, OffloadedReplica) or model in self._forwards:
-            return
-        mine = set(map(id, parameters_of(self.optimizer)))
-        if not mine.isdisjoint(map(id, Module.parameters(model))):
-            hook = BeforeForward(replica)
-            self._forwards[model] = model.register_forward_pre_hook(hook, prepend=True)
-            replica.watch(model)
+        """``model`` is about to be trained, and may have parameters of the optimizer."""
+        self.replica.watch(model)
 
     def before_backward(self, is_last: bool) -> None:
         self.replica.before_backward(is_last)
@@ -140,7 +130,7 @@ class ReplicaStepper(Stepper):
         """Some parameters are float16 or bfloat16 with masters: their gradients stay scaled."""
         if not self.replica.pairs:
             self.refresh()
-        return self.replica.has_rounded or self.replica.rounds_now()
+        return self.replica.may_have_masters()
 
     # Following changes from outside.
 
@@ -175,8 +165,7 @@ class ReplicaStepper(Stepper):
         if known == self._versions:
             return
         versions = zip(self.replica.pairs, self._versions, known, strict=False)
-        for pair in [pair for pair, now, before in versions if now != before]:
-            self.replica.refresh(pair)
+        self.replica.refresh([pair for pair, now, before in versions if now != before])
 
     def follow_unseen_edits(self) -> None:
         """Copy edits made through ``.data`` to the masters, as a step does, before these are
@@ -188,7 +177,7 @@ class ReplicaStepper(Stepper):
     def _begin_update(self) -> None:
         """On the thread that steps: let masters take edits before they overwrite the model."""
         self._take_edits()
-        self.replica.has_loaded = False
+        self.replica.is_doubtful = False
 
     def _take_edits(self) -> None:
         edited = self.replica.take_edits() if self.replica.has_masters else []
@@ -274,17 +263,18 @@ class ReplicaStepper(Stepper):
     @torch.no_grad()
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         replica, done = self.replica, 0
+        self._begin_update()
         replica.prepare(grads)
         self.steps += 1
         self.timing = timing = StepTiming(time.perf_counter(), inline=True)
         held = [None if grad is None else local(grad) for grad in grads]
         self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
         try:
-            self._begin_update()
             for part in replica.parts:
                 replica.step_part(part, held[part.start : part.end], deferred)
                 done += 1
         except BaseException as error:
+            replica.is_doubtful = True
             failure = self._failure(error, self.steps, done, "training")
             if isinstance(error, Exception):
                 raise failure from error
@@ -353,13 +343,14 @@ class ReplicaStepper(Stepper):
     # Loading and closing.
 
     def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        """Before the optimizer loads ``state_dict``: make room for masters."""
+        """Before the optimizer loads ``state_dict``: make room for masters, also where a parameter
+        is frozen and may be trained again."""
         self.synchronize()
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         # Not strict: torch refuses a state dict of another number of parameters.
         params = zip(keys, parameters_of(self.optimizer), strict=False)
         entries = state_dict["state"]
-        self.replica.expect_masters(p for key, p in params if MASTER in entry_of(entries, key))
+        self.replica.saved = {id(p) for key, p in params if MASTER in entry_of(entries, key)}
         self.refresh()
 
     def load(self, state_dict: dict[str, Any]) -> None:
@@ -367,15 +358,9 @@ class ReplicaStepper(Stepper):
 
         A saved ``master`` counts as far as it rounds to the model's present parameter.
         """
-        replica, entries = self.replica, state_dict["state"]
         with torch.inference_mode(False):
-            if replica.masters.on_host or self.keeps_scaled:
-                if not replica.is_current():
-                    self.refresh()
-                rest = {k: without_master(entry) for k, entry in entries.items()}
-                masters = {k: entry_of(entries, k).get(MASTER) for k in entries}
-                replica.load_state({**state_dict, "state": rest}, masters)
-                self._note_versions()
+            self.replica.load_state(state_dict)
+            self._note_versions()
         self.refresh()
 
     def close(self, is_replaced: bool = False) -> None:
@@ -385,17 +370,11 @@ class ReplicaStepper(Stepper):
             return
         self.is_closed = True
         unregister(self.optimizer)
-        state = self.optimizer.state
-        for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
-            del state[p]
         try:
             if not is_replaced:
                 self._hooks.give_state_back()
         finally:
             self._hooks.remove()
-            for handle in self._forwards.values():
-                handle.remove()
-            self._forwards.clear()
             del self._hooks  # a cycle would keep the masters until it is collected
             self.replica.let_go()
             self._versions = []
@@ -411,22 +390,6 @@ class ReplicaStepper(Stepper):
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
-
-
-class BeforeForward:
-    """A hook on a whole model. It refers to the replica weakly, and does nothing in a copy of the
-    model."""
-
-    def __init__(self, replica: OffloadedReplica) -> None:
-        self._replica = weakref.ref(replica)
-
-    def __reduce__(self) -> Any:
-        return inert()
-
-    @untraced
-    def __call__(self, *_: object) -> None:
-        if (replica := self._replica()) is not None:
-            replica.before_forward(counts=not is_replaying())
 
 
 def _close_left(stepper: Stepper | None) -> None:

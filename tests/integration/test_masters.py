@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from async_support import lazy, one_part_each
 from attached import cpu
 from support import same
 from torch import Tensor, nn
@@ -102,34 +101,6 @@ def test_a_gradient_that_is_dropped_after_a_clip_is_left_out(way: dict[str, Any]
     for one, other in zip(ours_, theirs, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-3)
     assert torch.equal(ours_[2], Squares(HALF).weights[2])
-    detach(accelerator)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_parameter_comes_back_to_its_group_with_its_master(way: dict[str, Any]) -> None:
-    """As LISA does it by groups; one is written to meanwhile."""
-    model, again = Squares(HALF), Squares(HALF)
-    plain = Plain(again)
-    accelerator = attach(cpu(), init_scale=8.0, **way)
-    model, optimizer = accelerator.prepare(model, sgd(groups_of(model)))
-    weights = accelerator.unwrap_model(model).weights
-    with lazy() if "step_mode" in way else one_part_each():
-        for number in range(STEPS):
-            chosen = [w for w in range(1, 5) if (w + number) % 3]
-            optimizer.param_groups[0]["params"] = [weights[w] for w in chosen]
-            plain.optimizer.param_groups[0]["params"] = [plain.masters[w] for w in chosen]
-            if number == 4:
-                for each in (weights, again.weights):
-                    each[2].data[::2].zero_()
-            accelerator.backward(model(number))
-            optimizer.step()
-            model.zero_grad()
-            plain.step(number)
-        optimizer.param_groups[0]["params"] = list(weights[1:])
-        saved = optimizer.state_dict()["state"]
-    assert same([w.detach() for w in weights], [w.detach() for w in again.weights])
-    masters = [saved[i]["master"] for i in range(4)]
-    assert same(masters, [master.detach() for master in plain.masters[1:]])
     detach(accelerator)
 
 

@@ -50,11 +50,6 @@ class HostArena(Arena):
             ).atexit = False
         return self.memory[key]
 
-    @property
-    def versions(self) -> list[int]:
-        """Versions of the buffers, which each write to a view of them raises."""
-        return [memory._version for memory in self.memory.values()]
-
 
 def _release(memory: Tensor, streams: Sequence[Any], unpin: Callable[[], object] | None) -> None:
     """Let ``memory`` go once the copies of ``streams`` have ended."""

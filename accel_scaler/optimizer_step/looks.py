@@ -36,15 +36,11 @@ WRONG = 2
 
 
 class Looks:
-    """The looks of one replica, which owns them and is referred to weakly.
+    """The looks of one replica, which owns them and is referred to weakly, for its ``ring``."""
 
-    Args:
-        device: whose memory it is.
-    """
-
-    def __init__(self, replica: OffloadedReplica, device: torch.device) -> None:
-        self._replica = weakref.ref(replica)
-        self._room = Room(device)
+    def __init__(self, replica: OffloadedReplica, ring: Ring) -> None:
+        self._replica, self.ring = weakref.ref(replica), ring
+        self._room = Room(ring)
         self._hooks: list[Any] = []
         self.are_in_forward = False
         """Slots may stay after the step: looks at the forward let them go in time."""
@@ -103,36 +99,35 @@ class Looks:
             if not self._is_evaluation:
                 self._forwards += counts
             else:
-                replica.ring.release_free()  # an evaluation may take the memory between two looks
-            self._wrong += bool(replica.ring.loaded) and counts
-            replica.ring.drop()
+                self.ring.release_free()  # an evaluation may take the memory between two looks
+            self._wrong += bool(self.ring.loaded) and counts
+            self.ring.drop()
 
     def module_runs(self, look: int) -> None:
         """In a forward: let go so many of the slots that go down that the peak does not rise."""
         if (replica := self._mover) is None or is_in_backward():
             return
         with replica.lock:
-            ring = replica.ring
-            is_known = not self._is_first and not ring.free and self._room.knows(look)
+            is_known = not self._is_first and not self.ring.free and self._room.knows(look)
             if self._is_evaluation or is_known:
                 self._room.leave_out()
             else:
                 look += FIRST if self._is_first else 0
-                ring.release_free(self._room.in_forward(look, ring.held, ring.made))
+                self.ring.release_free(self._room.left(look))
 
     def gradient_came(self, look: int) -> None:
         """In a backward, on its thread: have stretches come up where there is room."""
         if (replica := self._mover) is None:
             return
         with replica.lock:
-            self._is_first, ring = False, replica.ring
+            self._is_first = False
             is_last = self.is_last and self._forwards >= self._usual and self._wrong < WRONG
             if not is_last and self._room.knows(look):
-                ring.release_free()
+                self.ring.release_free()
                 self._room.leave_out()
                 return
-            left = self._room.in_backward(look, ring.held, ring.made)
-            ring.release_free(left)
+            left = self._room.left(look, until_step=True)
+            self.ring.release_free(left)
             if is_last:
                 try:
                     replica.come_up(left)
@@ -141,17 +136,16 @@ class Looks:
 
     def before_step(self) -> None:
         """The step begins, or the window is skipped."""
-        if replica := self._replica():
-            self._room.end(replica.ring.held, replica.ring.made)
+        self._room.end()
 
-    def after_step(self, ring: Ring) -> None:
+    def after_step(self) -> None:
         """The step has ended, or the window was skipped: let go so many slots that the peak does
         not rise until the next forward."""
         if self._forwards == self._forwards_before:
             self._usual = self._forwards
         self._forwards_before, self._forwards, self._is_first = self._forwards, 0, True
-        left = self._room.after_step(ring.held, ring.made)
-        ring.release_free(left if self.are_in_forward else 0)
+        left = self._room.after_step()
+        self.ring.release_free(left if self.are_in_forward else 0)
 
 
 class Hook:

@@ -42,21 +42,20 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class Stretch(Block):
-    """Some parameters of a part, or a piece of one, in one host arena."""
+    """The parameters of a part, or a piece of its only one, in one host arena."""
 
-    def __init__(self, part: Part, arena: HostArena, places: range, piece: slice | None) -> None:
-        first, last = (part.pairs[place].slot for place in (places[0], places[-1]))
+    def __init__(self, part: Part, piece: slice | None) -> None:
+        arena, first, last = part.pairs[0].arena, part.pairs[0].slot, part.pairs[-1].slot
+        assert isinstance(arena, HostArena)
         begin, end = arena.offsets[first], arena.end(last)
         if piece is not None:
             begin, end = begin + piece.start, begin + piece.stop
         super().__init__(begin, end - begin)
-        self.part, self.arena, self.places, self.piece = part, arena, places, piece
-        self.is_last = piece is None or end == arena.end(last)
+        self.pairs, self.arena, self.piece = part.pairs, arena, piece
+        self.is_last = end == arena.end(last)
         """No other piece of its parameter is stepped after it."""
         self.keys: list[str] = []
         """What there is of it in host memory, at this step."""
-        self.versions: list[int] = []
-        """The versions of its arena when it was loaded."""
 
     @property
     def homes(self) -> dict[str, Tensor]:
@@ -80,7 +79,6 @@ class OffloadedReplica(Replica):
     for :meth:`rest` and reads of state, which wait for a step under way."""
 
     def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
-        self._ring: Ring | None = None
         self._looks: Looks | None = None
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._queue: deque[Stretch] = deque()
@@ -91,38 +89,33 @@ class OffloadedReplica(Replica):
     # Parts, and where they lie.
 
     def let_go(self) -> None:
+        self.rest()
         if self._looks is not None:
             self._looks.remove()
-        self.rest()
-        state = self.optimizer.state
-        if isinstance(state, WaitingState):
-            self.optimizer.state = defaultdict(dict, dict.items(state))
+        if isinstance(self.optimizer.state, WaitingState):
+            self.optimizer.state = self.optimizer.state.copy()
         self._stretches: dict[Part, list[Stretch]] = {}
         super().let_go()
 
-    def follow(self) -> bool:
-        if self.is_current():
-            return False
+    def follow(self) -> None:
         self.take_edits()  # while samples are of the memory where the parameters were
         self.rest()
         super().follow()
         own = [pair for pair in self.pairs if pair.is_offloaded]
         if not own:
-            return True
+            return
         rule, device = rule_of(self.optimizer), own[0].target.device
-        if self._ring is None or self._ring.device != device:
-            self._ring = Ring(device)
-            self._looks = None if self.masters.budget == 0 else Looks(self, device)
+        if self._looks is None or self.ring.device != device:
+            self._looks = Looks(self, Ring(device))
         for pair in own:
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
                 pair.arena.allocate(key)  # on the training thread, before the first step
         self._guard_state()
         self._put_looks()
-        return True
 
     def _guard_state(self) -> None:
         state = self.optimizer.state
-        if not isinstance(state, WaitingState) and self._ring is not None:
+        if not isinstance(state, WaitingState) and self._looks is not None:
             self.optimizer.state = WaitingState(self._before_read, state)
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
@@ -143,21 +136,18 @@ class OffloadedReplica(Replica):
     def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
         """Parts that lie in one host arena each, then the others."""
         own = [pair for pair in ordered if pair.is_offloaded]
-        limit = self._limit = _block_length(sum(pair.target.numel() for pair in own))
-        own.sort(key=lambda pair: pair.slot)
-        arenas: dict[Any, list[ParameterPair]] = {}
-        for pair in own:
-            arenas.setdefault(pair.arena, []).append(pair)
-        for mine in arenas.values():
-            some: list[ParameterPair] = []
-            for pair in mine:
-                if some:
-                    last, begin = some[-1], pair.arena.offsets[some[0].slot]
-                    is_next = (pair.slot, pair.group) == (last.slot + 1, last.group)
-                    if not is_next or pair.arena.end(pair.slot) - begin > limit:
-                        yield some
-                        some = []
-                some.append(pair)
+        self._limit = _block_length(sum(pair.target.numel() for pair in own))
+        some: list[ParameterPair] = []
+        for pair in sorted(own, key=lambda pair: (pair.group, id(pair.arena), pair.slot)):
+            if some:
+                last = some[-1]
+                begin, next_ = last.arena.offsets[some[0].slot], (last.slot + 1, last.group)
+                is_next = pair.arena is last.arena and (pair.slot, pair.group) == next_
+                if not is_next or pair.arena.end(pair.slot) - begin > self._limit:
+                    yield some
+                    some = []
+            some.append(pair)
+        if some:
             yield some
         yield from super()._cut([pair for pair in ordered if not pair.is_offloaded])
 
@@ -176,14 +166,13 @@ class OffloadedReplica(Replica):
         return max(lengths, default=0)
 
     def _stretches_of(self, part: Part) -> Iterator[Stretch]:
-        pair, arena, limit = part.pairs[0], part.pairs[0].arena, self._limit
-        assert isinstance(arena, HostArena)
-        length = pair.target.numel()
-        if len(part.pairs) > 1 or length <= limit or not is_dense(pair.target):
-            yield Stretch(part, arena, range(len(part.pairs)), None)
+        target, limit = part.pairs[0].target, self._limit
+        length = target.numel()
+        if len(part.pairs) > 1 or length <= limit or not is_dense(target):
+            yield Stretch(part, None)
             return
         for begin in range(0, length, limit):
-            yield Stretch(part, arena, range(1), slice(begin, min(begin + limit, length)))
+            yield Stretch(part, slice(begin, min(begin + limit, length)))
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Move state to its places in host memory; the numbers of :data:`SCALARS` go where the
@@ -200,7 +189,7 @@ class OffloadedReplica(Replica):
                 home = pair.arena.view(pair.arena.allocate(key), pair.slot)
                 if place_of(value) != place_of(home):
                     self.rest()
-                    home.copy_(exact(key, value, group))
+                    home.copy_(exact(key, value))
                     entry[key] = home
             elif key in SCALARS and group.get("fused"):
                 entry[key] = value.to(pair.target.device)
@@ -210,8 +199,7 @@ class OffloadedReplica(Replica):
     def keys_of(self, stretch: Stretch) -> list[str]:
         """What there is of it in host memory."""
         state, found = self.optimizer.state, dict[str, None]()
-        for place in stretch.places:
-            pair = stretch.part.pairs[place]
+        for pair in stretch.pairs:
             if pair.is_master:
                 found[MASTER] = None
             found.update(dict.fromkeys(dict.get(state, pair.param) or ()))
@@ -222,24 +210,20 @@ class OffloadedReplica(Replica):
     def rest(self) -> None:
         """Let all be at rest in host memory, and the newest there. Waits for copies down."""
         with self.lock:
-            if self._ring is not None:
-                self._ring.settle()
-                self._ring.drop()
-                self._ring.release_free()
+            if self._looks is not None:
+                self.ring.settle()
+                self.ring.drop()
+                self.ring.release_free()
 
     @property
     def ring(self) -> Ring:
         """Where some state rests in host memory."""
-        assert self._ring is not None
-        return self._ring
-
-    def _load(self, stretch: Stretch) -> None:
-        stretch.versions = stretch.arena.versions
-        self.ring.load(stretch, stretch.homes)
+        assert self._looks is not None
+        return self._looks.ring
 
     def _put_looks(self) -> None:
         # Without a model nobody would drop what came up in vain before the next forward.
-        if self._looks is not None and self._models:
+        if self._looks is not None and self._models and self.masters.budget != 0:
             trained = [pair.param for pair in self.ordered if pair.param.requires_grad]
             self._looks.put(trained, self._models)
 
@@ -270,7 +254,7 @@ class OffloadedReplica(Replica):
                 if stretch.keys:
                     if not ring.free:
                         ring.make(length)
-                    self._load(stretch)
+                    ring.load(stretch, stretch.homes)
 
     # The step.
 
@@ -279,16 +263,15 @@ class OffloadedReplica(Replica):
         try:
             self._guard_state()
             super().prepare(grads)
-            if self._ring is not None:
-                self._prepare_ring(self._ring, grads)
+            if self._looks is not None:
+                self._looks.before_step()
+                self._prepare_ring(self.ring, grads)
         except BaseException:
             self.give_back_state()
             raise
 
     def _prepare_ring(self, ring: Ring, grads: Sequence[Tensor | None]) -> None:
         """Say which stretches are stepped, in which order, and make the slots that they lack."""
-        if self._looks is not None:
-            self._looks.before_step()
         steps: list[Stretch] = []
         for part, some in self._stretches.items():
             if any(grad is not None for grad in grads[part.start : part.end]):
@@ -297,9 +280,7 @@ class OffloadedReplica(Replica):
                 steps.extend(stretch for stretch in some if stretch.keys)
         wanted = set(steps)
         for each, slot in list(ring.loaded.items()):
-            assert isinstance(each, Stretch)
-            is_current = each in wanted and each.versions == each.arena.versions
-            if not is_current or [*slot.views] != each.keys:
+            if each not in wanted or [*slot.views] != each.keys:
                 ring.free.append(ring.loaded.pop(each))
         self._queue = deque(each for each in steps if each not in ring.loaded)
         length = self._slot_length
@@ -316,28 +297,21 @@ class OffloadedReplica(Replica):
 
     def give_back_state(self) -> None:
         super().give_back_state()
-        if self.is_stepping and self._ring is not None:
+        if self.is_stepping and self._looks is not None:
             self._queue.clear()
-            if self._ring.loaded:  # the step has failed
+            if self.ring.loaded:  # the step has failed
                 self.rest()
             self._spot_check.note()
-            self._end_window(self._ring)
+            self._looks.after_step()
         self.is_stepping = False
-
-    def _end_window(self, ring: Ring) -> None:
-        ring.drop()
-        if self._looks is None:
-            ring.release_free()
-        else:
-            self._looks.after_step(ring)
 
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""
         with self.lock:
             if self._looks is not None:
                 self._looks.before_step()
-            if self._ring is not None:
-                self._end_window(self._ring)
+                self.ring.drop()
+                self._looks.after_step()
 
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
@@ -357,18 +331,16 @@ class OffloadedReplica(Replica):
         self, stretch: Stretch, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
         """Update one stretch by the optimizer's own step."""
-        places = [place for place in stretch.places if grads[place] is not None]
-        if not places:
+        found = [(pair, g) for pair, g in zip(stretch.pairs, grads, strict=True) if g is not None]
+        if not found:
             return
-        ring = self.ring
+        pairs, ring = [pair for pair, _ in found], self.ring
         views: dict[str, Tensor] = {}
         if stretch.keys:
             while self._queue and ring.free:
-                self._load(self._queue.popleft())
+                ring.load(following := self._queue.popleft(), following.homes)
             views = ring.begin(stretch)
-        pairs = [stretch.part.pairs[place] for place in places]
-        found = [stretch.cut(grad) for place in places if (grad := grads[place]) is not None]
-        final = self.bring(pairs, found, deferred)
+        final = self.bring(pairs, [stretch.cut(grad) for _, grad in found], deferred)
         params = [self._stepped_in(stretch, pair, views) for pair in pairs]
         given = [self._state_in(stretch, pair, views) for pair in pairs]
         filled = zip(params, given, strict=True)

@@ -30,7 +30,7 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .arena import Held, are_same
+from .arena import Held
 from .blocks import Run, Scratch, neighbours, rule_of
 from .masters import (
     MASTER,
@@ -107,10 +107,8 @@ class Replica:
         step all of it is compared."""
         self._scratch = Scratch()
         self._spot_check = SpotCheck((), set())
-        self.known: list[Tensor] = []
-        """The optimizer's parameters at the last :meth:`follow`, in its order."""
         self._layout: object = None
-        """Where ``known`` were, as :meth:`_layout_of` describes it."""
+        """What :meth:`_layout_of` said at the last :meth:`follow`."""
         self._shared: Held | None = None
         """The optimizer's state, when it was last shared."""
         self._stepped: list[Any] = []
@@ -126,15 +124,10 @@ class Replica:
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
         params = parameters_of(self.optimizer)
-        return (
-            self.copy is not None
-            and not self.saved
-            and are_same(params, self.known)
-            and self._layout_of(params) == self._layout
-        )
+        return not self.saved and self._layout_of(params) == self._layout
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter's address, shape, strides and dtype; which parameters
+        """The groups' sizes; each parameter, its address, shape, strides and dtype; which of them
         are trained, if some may need a master."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params
@@ -145,6 +138,7 @@ class Replica:
         frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
+            list(map(id, params)),
             list(map(Tensor.data_ptr, held)),
             list(map(Tensor.size, held)),
             list(map(Tensor.stride, held)),
@@ -160,21 +154,17 @@ class Replica:
             and not low.isdisjoint(map(_dtype_of, filter(is_stepped, params)))  # a Python loop
         )
 
-    def follow(self) -> bool:
-        """Take over new groups and moved or resized parameters; returns whether there were any."""
-        if self.is_current():
-            return False
-        params = parameters_of(self.optimizer)
+    def follow(self) -> None:
+        """Take over new groups and moved or resized parameters."""
         refuse_unsteppable(self.optimizer, self.masters)
         self.pairs = make_pairs(
             self.optimizer, self.masters, self.pairs, self.saved, self._ranks, self.size_of
         )
-        self.known, self._layout, self.saved = params, self._layout_of(params), set()
+        self._layout, self.saved = self._layout_of(parameters_of(self.optimizer)), set()
         self._make_copy()
         self._split()
         self._spot_check = SpotCheck(self.pairs, self._edited)
         self._shared = None
-        return True
 
     def order_by(self, params: Iterable[Tensor]) -> None:
         """Update ``params`` in this order from now on, after those of earlier calls; others come
@@ -286,7 +276,7 @@ class Replica:
                 continue
             value = local(value)
             if pair.is_master:
-                value = exact(key, value.to(pair.stepped.device), group)
+                value = exact(key, value.to(pair.stepped.device))
             entry[key] = value
         rule = rule_of(self.optimizer)
         if rule is not None:
@@ -475,15 +465,9 @@ class Replica:
             del copy.grad_scale, copy.found_inf
 
 
-def exact(key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
+def exact(key: str, value: Tensor) -> Tensor:
     """A tensor of state as a master's: in float32."""
-    if key == "step" or not value.is_floating_point() or value.dtype is torch.float32:
-        return value
-    found = value.float()
-    if key == "sum":  # Adagrad's __init__ has rounded it
-        first = group["initial_accumulator_value"]
-        found.masked_fill_(value == first, first)
-    return found
+    return value.float() if key != "step" and value.is_floating_point() else value
 
 
 def frozen(value: Any) -> Any:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,8 +48,6 @@ from .stepper import (
 from .supported_optimizers import refuse_overlapping
 
 logger = logging.getLogger("accel_scaler")
-
-_version_of = attrgetter("_version")
 
 
 class ReplicaStepper(Stepper):
@@ -144,20 +141,13 @@ class ReplicaStepper(Stepper):
 
     def _follow_parameters(self) -> None:
         self._refuse_overlapping()
-        replica = self.replica
-        known = dict(zip(map(id, replica.known), self._versions, strict=False))
-        replica.follow()
+        self.replica.follow()
         self._note_versions()
-        if self._versions:
-            self._versions = [
-                known.get(id(p), version)
-                for p, version in zip(replica.known, self._versions, strict=True)
-            ]
         own_parameters(self)
 
     def _note_versions(self) -> None:
-        params = self.replica.known if self.replica.has_masters else ()
-        self._versions = list(map(_version_of, params))
+        pairs = self.replica.pairs if self.replica.has_masters else ()
+        self._versions = [pair.param._version for pair in pairs]
 
     def _follow_edits(self) -> None:
         known = self._versions

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils import dlpack
 
 from ..errors import UnsupportedError
-from ..scaling import parameters_of
 from .masters import MASTER, ParameterPair, is_ours, without_master
 
 if TYPE_CHECKING:
@@ -46,18 +45,13 @@ class StateDictHooks:
 
     def give_state_back(self) -> None:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
-        optimizer, replica = self._stepper.optimizer, self._stepper.replica
-        if not (replica.is_sharded or any(map(is_ours, replica.pairs))):
-            return
-        # State of replaced parameters stays; torch's state dict does not take it.
-        own, found = set(map(id, parameters_of(optimizer))), optimizer.state
-        gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
-        left = {key: found.pop(key) for key in gone}
-        saved = optimizer.state_dict()
-        state = {key: without_master(entry) for key, entry in saved["state"].items()}
-        self.remove()
-        optimizer.load_state_dict({**saved, "state": state})
-        optimizer.state.update(left)
+        optimizer = self._stepper.optimizer
+        for pair in self._stepper.replica.pairs:
+            entry: dict[str, Any] = optimizer.state.get(pair.param) or {}
+            for key, value in entry.items() if is_ours(pair) or _is_shard(pair) else ():
+                if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
+                    value = value.to(pair.target)
+                entry[key] = _export(pair, value)
 
     def _before_saving(self, optimizer: Optimizer) -> None:
         self._stepper.synchronize()
@@ -74,7 +68,7 @@ class StateDictHooks:
                 if pair is None:
                     continue
                 # Else it is the optimizer's own, as in torch, and an edit of it counts.
-                is_placed = is_ours(pair) or hasattr(p, "to_local")
+                is_placed = is_ours(pair) or _is_shard(pair)
                 # A plain optimizer may have loaded a master.
                 if isinstance(entry, dict) and (is_placed or MASTER in entry):
                     own = without_master(entry)
@@ -111,6 +105,10 @@ class StateDictHooks:
             self._stepper.load(loaded)
 
 
+def _is_shard(pair: ParameterPair) -> bool:
+    return hasattr(pair.param, "to_local")
+
+
 def _export(pair: ParameterPair, value: Any) -> Any:
     """``value`` as torch has it: the same memory, in a storage that ends with the tensor, since
     ``torch.save`` writes whole storages; a shard of a sharded parameter is a DTensor."""
@@ -120,8 +118,8 @@ def _export(pair: ParameterPair, value: Any) -> Any:
             value = value.clone()
         else:
             value = dlpack.from_dlpack(dlpack.to_dlpack(value.detach()))  # type: ignore[attr-defined]
-    is_shard = isinstance(value, Tensor) and not hasattr(value, "to_local")
-    if not (hasattr(p, "to_local") and is_shard and value.shape == pair.target.shape):
+    is_plain = isinstance(value, Tensor) and not hasattr(value, "to_local")
+    if not (_is_shard(pair) and is_plain and value.shape == pair.target.shape):
         return value
     from torch.distributed.tensor import DTensor
 

@@ -395,7 +395,7 @@ def test_state_comes_up_in_the_backward_and_its_store_is_not_awaited(log: list[s
     assert "store" not in log
     run.finish()
     assert log.count("load") == log.count("store") == len(stretches(run))
-    assert run.optimizer._stepper.replica._ring.held, "slots still go down"
+    assert run.optimizer._stepper.replica.ring.held, "slots still go down"
     log.clear()
     run.backward(5)
     assert log.count("load") == early
@@ -416,7 +416,7 @@ def test_the_ring_alone_loads_in_the_step(log: list[str]) -> None:
             most += 1 if what == "load" else -1
             assert most <= 4, "four slots"
         log.clear()
-        assert run.optimizer._stepper.replica._ring.held == 0
+        assert run.optimizer._stepper.replica.ring.held == 0
 
 
 @pytest.mark.usefixtures("memory_counter")
@@ -504,7 +504,7 @@ def test_ctrl_c_in_a_copy_leaves_memory_in_order(
     for step in range(5, STEPS):
         run.step(step)
     run.optimizer.close()
-    assert run.optimizer._stepper.replica._ring.held == 0
+    assert run.optimizer._stepper.replica.ring.held == 0
 
 
 def test_after_a_step_that_fails_masters_are_the_parameters(
@@ -743,7 +743,7 @@ def test_memory_is_what_the_self_test_says(
 
 
 def test_streams_are_made_once() -> None:
-    rings = [Run(**AUTO).optimizer._stepper.replica._ring for _ in range(2)]
+    rings = [Run(**AUTO).optimizer._stepper.replica.ring for _ in range(2)]
     assert (rings[0].up, rings[0].down) == (rings[1].up, rings[1].down)
 
 

@@ -187,12 +187,6 @@ def _place(pairs: Sequence[ParameterPair]) -> None:
             pair.place(arena, slot, memory)
 
 
-def entry_of(entries: Mapping[Any, Any], key: Any) -> dict[str, Any]:
-    """One parameter's saved state; {}: there is none, or not as a dict."""
-    entry = entries.get(key)
-    return entry if isinstance(entry, dict) else {}
-
-
 def without_master(entry: Any) -> Any:
     """A parameter's saved state without its master."""
     if not isinstance(entry, dict):
@@ -202,5 +196,5 @@ def without_master(entry: Any) -> Any:
 
 def holds_masters(state_dict: Mapping[str, Any]) -> bool:
     """Whether a state dict has float32 masters in it."""
-    entries = state_dict.get("state", {})
-    return any(MASTER in entry_of(entries, key) for key in entries)
+    entries = state_dict.get("state", {}).values()
+    return any(isinstance(entry, dict) and MASTER in entry for entry in entries)

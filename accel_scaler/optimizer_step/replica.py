@@ -27,7 +27,6 @@ from ..scaling import (
     SentCheck,
     local,
     match_layout,
-    nothing_found,
     parameters_of,
 )
 from .arena import Held
@@ -36,7 +35,6 @@ from .masters import (
     MASTER,
     MasterRule,
     ParameterPair,
-    entry_of,
     goes_to_master,
     is_ours,
     is_stepped,
@@ -288,7 +286,7 @@ class Replica:
         self.rest()
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for pair, key in zip(self.pairs, keys, strict=True):
-            saved = entry_of(state_dict["state"], key)
+            saved = state_dict["state"].get(key, {})
             if is_ours(pair) and (own := without_master(saved)):
                 self._move_entry(pair, own)
                 self.optimizer.state[pair.param] = own
@@ -408,19 +406,18 @@ class Replica:
 
     def _runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
         """What may step a part by calls of a fused kernel; []: none is known."""
-        if part.runs is None:
-            part.runs = list(self._make_runs(part))
-        return part.runs
-
-    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], Run]]:
         rule = rule_of(self.optimizer)
         if rule is None:
-            return
-        for number, places in part.groups.items():
-            group = self.copy.param_groups[number]
-            for some in neighbours(part.pairs, places):
-                pairs = [part.pairs[place] for place in some]
-                yield number, some, Run(pairs, rule, group, self.copy, self._scratch)
+            return []
+        if part.runs is None:
+            part.runs = []
+            for number, places in part.groups.items():
+                group = self.copy.param_groups[number]
+                for some in neighbours(part.pairs, places):
+                    pairs = [part.pairs[place] for place in some]
+                    run = Run(pairs, rule, group, self.copy, self._scratch)
+                    part.runs.append((number, some, run))
+        return part.runs
 
     def _step_in_python(self, part: Part, grads: Sequence[Tensor | None]) -> None:
         """The optimizer's own step on the part."""
@@ -453,16 +450,11 @@ class Replica:
 
     def call_step(self, params: Sequence[Tensor]) -> Any:
         """The class's step on the copy, where ``params`` have gradients."""
-        copy, step = self.copy, raw_step(type(self.optimizer))
-        if not getattr(copy, "_step_supports_amp_scaling", False):
-            return step(copy)
-        if params and params[0].device.type == "cpu":
+        copy = self.copy
+        is_fused = getattr(copy, "_step_supports_amp_scaling", False)
+        if is_fused and params and params[0].device.type == "cpu":
             match_layout(params, copy.state)
-        copy.grad_scale, copy.found_inf = None, nothing_found(copy)
-        try:
-            return step(copy)
-        finally:
-            del copy.grad_scale, copy.found_inf
+        return raw_step(type(self.optimizer))(copy)
 
 
 def exact(key: str, value: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .masters import MASTER, MasterRule, entry_of, is_stepped
+from .masters import MASTER, MasterRule, is_ours, is_stepped
 from .offloaded import OffloadedReplica
 from .owners import own_parameters
 from .replica import Replica
@@ -161,8 +161,7 @@ class ReplicaStepper(Stepper):
         """Copy edits made through ``.data`` to the masters, as a step does, before these are
         read."""
         with torch.inference_mode(False):
-            if self.replica.has_masters:
-                self._take_edits()
+            self._take_edits()
 
     def _begin_update(self) -> None:
         """On the thread that steps: let masters take edits before they overwrite the model."""
@@ -216,27 +215,25 @@ class ReplicaStepper(Stepper):
             )
         self.refresh()
 
+    @torch.no_grad()
     def launch(
         self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
     ) -> bool:
         if self._step_hooks("post") or self.replica.masters.on_host or is_replaced(self.optimizer):
             return False
         self._get_ready()
-        grads = [p.grad for p in self.replica.params]
+        grads, self._launched = [p.grad for p in self.replica.params], None
         if self.reads_beside or not has_state(self.optimizer):
             return False
-        with torch.no_grad():
+        try:
             self.replica.prepare(grads)
-            if not self.replica.can_launch(grads, deferred):
-                self.replica.give_back_state()
-                return False
-            self.timing = timing = StepTiming(time.perf_counter(), inline=True)
-            try:
+            if self.replica.can_launch(grads, deferred):
+                self.timing = timing = StepTiming(time.perf_counter(), inline=True)
                 self._launched = grads, self.replica.launch(deferred, sent), timing
-            except BaseException:
+        finally:
+            if self._launched is None:
                 self.replica.give_back_state()
-                raise
-        return True
+        return self._launched is not None
 
     @torch.no_grad()
     def conclude(self, has_moved: bool) -> bool:
@@ -297,12 +294,9 @@ class ReplicaStepper(Stepper):
         )
 
     def _forbid_sparse(self, grads: Sequence[Tensor | None]) -> None:
-        replica = self.replica
-        is_plain = not (replica.has_masters or replica.masters.on_host)
-        pairs = () if is_plain else replica.ordered
-        for pair, grad in zip(pairs, grads, strict=False):
-            is_copied = pair.is_master or pair.is_offloaded
-            if grad is not None and is_copied and grad.layout is not torch.strided:
+        has_any = self.replica.has_masters or self.replica.masters.on_host
+        for pair, grad in zip(self.replica.ordered if has_any else (), grads, strict=False):
+            if grad is not None and is_ours(pair) and grad.layout is not torch.strided:
                 raise UnsupportedError(
                     f"{self._names([pair.param])} has a sparse gradient, which offload and float32 "
                     "copies (masters) do not take. Use Embedding(sparse=False), or float32 "
@@ -311,24 +305,17 @@ class ReplicaStepper(Stepper):
 
     def _step_hooks(self, when: str) -> list[Callable[..., Any]]:
         """The optimizer's own step hooks and the global ones, in torch's order."""
-        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
-        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks").values()
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks").values()
         return [*everywhere, *own] if when == "pre" else [*own, *everywhere]
 
     def _run_hooks(self, when: str) -> None:
         """Call the step hooks on the training thread, as torch does."""
-        arguments: Any = (self.optimizer,), {}
         hooks = self._step_hooks(when)
         if hooks:
             self.synchronize()  # they see the state after the update, the last or the present one
         for hook in hooks:
-            result = hook(self.optimizer, *arguments)
-            if when == "pre" and result is not None and result != arguments:
-                raise UnsupportedError(
-                    f"a step pre-hook of {type(self.optimizer).__name__} returned other arguments, "
-                    "expected None: step() is called without arguments here. Change the gradients "
-                    "in the hook instead."
-                )
+            hook(self.optimizer, (self.optimizer,), {})
 
     # Loading and closing.
 
@@ -340,7 +327,7 @@ class ReplicaStepper(Stepper):
         # Not strict: torch refuses a state dict of another number of parameters.
         params = zip(keys, parameters_of(self.optimizer), strict=False)
         entries = state_dict["state"]
-        self.replica.saved = {id(p) for key, p in params if MASTER in entry_of(entries, key)}
+        self.replica.saved = {id(p) for key, p in params if MASTER in entries.get(key, {})}
         self.refresh()
 
     def load(self, state_dict: dict[str, Any]) -> None:

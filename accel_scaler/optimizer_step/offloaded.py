@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..scaling import DeferredUnscale, local, parameters_of
+from ..scaling import DeferredUnscale, parameters_of
 from .arena import ALIGNED, flat, is_dense, laid_out, place_of
 from .blocks import DEVICE_BLOCK, rule_of
 from .host_memory import HostArena, WaitingState
@@ -41,19 +40,20 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state with one number a parameter, which stay where the optimizer reads them."""
 
 
-class Stretch(Block):
-    """The parameters of a part, or a piece of its only one, in one host arena."""
+class Stretch(Part, Block):
+    """A part in one host arena, or a piece of its only parameter: what a slot takes at once."""
 
-    def __init__(self, part: Part, piece: slice | None) -> None:
-        arena, first, last = part.pairs[0].arena, part.pairs[0].slot, part.pairs[-1].slot
+    def __init__(self, pairs: list[ParameterPair], start: int, piece: slice | None) -> None:
+        Part.__init__(self, pairs, start)
+        arena, slots = pairs[0].arena, (pairs[0].slot, pairs[-1].slot)
         assert isinstance(arena, HostArena)
-        begin, end = arena.offsets[first], arena.end(last)
+        begin, end = arena.offsets[slots[0]], arena.end(slots[1])
+        self.is_last = piece is None or begin + piece.stop == end
+        """No other piece of its parameter is stepped after it."""
         if piece is not None:
             begin, end = begin + piece.start, begin + piece.stop
-        super().__init__(begin, end - begin)
-        self.pairs, self.arena, self.piece = part.pairs, arena, piece
-        self.is_last = end == arena.end(last)
-        """No other piece of its parameter is stepped after it."""
+        Block.__init__(self, begin, end - begin)
+        self.arena, self.piece = arena, piece
         self.keys: list[str] = []
         """What there is of it in host memory, at this step."""
 
@@ -66,6 +66,10 @@ class Stretch(Block):
     def cut(self, t: Tensor) -> Tensor:
         """Its elements of a tensor that is laid out like a parameter."""
         return t if self.piece is None else flat(t)[self.piece]
+
+    def cut_gradient(self, pair: ParameterPair, grad: Tensor) -> Tensor:
+        strides = self.arena.strides[pair.slot]
+        return self.cut(grad if grad.stride() == strides else laid_out(grad, strides))
 
     def view(self, memory: Tensor, pair: ParameterPair) -> Tensor:
         """A parameter's view, or that of its piece, of memory that begins where this does."""
@@ -94,7 +98,6 @@ class OffloadedReplica(Replica):
             self._looks.remove()
         if isinstance(self.optimizer.state, WaitingState):
             self.optimizer.state = self.optimizer.state.copy()
-        self._stretches: dict[Part, list[Stretch]] = {}
         super().let_go()
 
     def follow(self) -> None:
@@ -154,47 +157,42 @@ class OffloadedReplica(Replica):
     def _split(self) -> None:
         self.rest()  # other stretches know nothing of copies under way
         super()._split()
-        self._stretches = {
-            part: list(self._stretches_of(part)) for part in self.parts if is_offloaded(part)
-        }
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """The parts that pass through the ring, in the order of the step."""
+        return [part for part in self.parts if isinstance(part, Stretch)]
 
     @property
     def _slot_length(self) -> int:
         """Elements of a slot: as many as the largest stretch needs."""
-        every = chain.from_iterable(self._stretches.values())
-        lengths = (len(each.arena.memory) * (each.length + ALIGNED) for each in every)
+        lengths = (len(each.arena.memory) * (each.length + ALIGNED) for each in self.stretches)
         return max(lengths, default=0)
 
-    def _stretches_of(self, part: Part) -> Iterator[Stretch]:
-        target, limit = part.pairs[0].target, self._limit
-        length = target.numel()
-        if len(part.pairs) > 1 or length <= limit or not is_dense(target):
-            yield Stretch(part, None)
-            return
-        for begin in range(0, length, limit):
-            yield Stretch(part, slice(begin, min(begin + limit, length)))
+    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+        """One, or the pieces of a large parameter."""
+        target, limit = pairs[0].target, self._limit
+        if not pairs[0].is_offloaded:
+            return super()._parts_of(pairs, start)
+        if len(pairs) > 1 or target.numel() <= limit or not is_dense(target):
+            return [Stretch(pairs, start, None)]
+        begins = range(0, target.numel(), limit)
+        pieces = [slice(begin, min(begin + limit, target.numel())) for begin in begins]
+        return [Stretch(pairs, start, piece) for piece in pieces]
 
-    def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
-        """Move state to its places in host memory; the numbers of :data:`SCALARS` go where the
-        optimizer reads them."""
+    def _moved(self, pair: ParameterPair, key: str, value: Tensor) -> Tensor:
+        """State in its place in host memory; the numbers of :data:`SCALARS` go where the optimizer
+        reads them."""
         if not pair.is_offloaded:
-            super()._move_entry(pair, entry)
-            return
-        group = self.optimizer.param_groups[pair.group]
-        for key, value in entry.items():
-            if not isinstance(value, Tensor):
-                continue
-            value = local(value)
-            if is_moved(key, value, pair.target):
-                home = pair.arena.view(pair.arena.allocate(key), pair.slot)
-                if place_of(value) != place_of(home):
-                    self.rest()
-                    home.copy_(exact(key, value))
-                    entry[key] = home
-            elif key in SCALARS and group.get("fused"):
-                entry[key] = value.to(pair.target.device)
-            else:
-                entry[key] = value
+            return super()._moved(pair, key, value)
+        if is_moved(key, value, pair.target):
+            home = pair.arena.view(pair.arena.allocate(key), pair.slot)
+            if place_of(value) == place_of(home):
+                return value
+            self.rest()
+            return home.copy_(exact(key, value))
+        is_read_there = key in SCALARS and self.optimizer.param_groups[pair.group].get("fused")
+        return value.to(pair.target.device) if is_read_there else value
 
     def keys_of(self, stretch: Stretch) -> list[str]:
         """What there is of it in host memory."""
@@ -246,7 +244,7 @@ class OffloadedReplica(Replica):
         ring, length = self.ring, self._slot_length
         ring.release_smaller(length)
         left -= 4 * length * (1 if all(g.get("fused") for g in self.optimizer.param_groups) else 4)
-        for stretch in chain.from_iterable(self._stretches.values()):
+        for stretch in self.stretches:
             if stretch not in ring.loaded:
                 if not ring.free and ring.held + 4 * length > left:
                     return
@@ -273,15 +271,14 @@ class OffloadedReplica(Replica):
     def _prepare_ring(self, ring: Ring, grads: Sequence[Tensor | None]) -> None:
         """Say which stretches are stepped, in which order, and make the slots that they lack."""
         steps: list[Stretch] = []
-        for part, some in self._stretches.items():
-            if any(grad is not None for grad in grads[part.start : part.end]):
-                for stretch in some:
-                    stretch.keys = self.keys_of(stretch)
-                steps.extend(stretch for stretch in some if stretch.keys)
-        wanted = set(steps)
-        for each, slot in list(ring.loaded.items()):
-            if each not in wanted or [*slot.views] != each.keys:
-                ring.free.append(ring.loaded.pop(each))
+        for stretch in self.stretches:
+            if any(grad is not None for grad in grads[stretch.start : stretch.end]):
+                stretch.keys = self.keys_of(stretch)
+                steps.extend([stretch] if stretch.keys else [])
+        wanted = {each: each.keys for each in steps}
+        for block, slot in list(ring.loaded.items()):
+            if wanted.get(block) != [*slot.views]:  # type: ignore[call-overload]
+                ring.free.append(ring.loaded.pop(block))
         self._queue = deque(each for each in steps if each not in ring.loaded)
         length = self._slot_length
         ring.release_smaller(length)
@@ -316,52 +313,35 @@ class OffloadedReplica(Replica):
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
-        if part not in self._stretches:
+        if not isinstance(part, Stretch):
             super().step_part(part, grads, deferred)
             return
-        strides = [pair.arena.strides[pair.slot] for pair in part.pairs]
-        if any(g is not None and g.stride() != s for g, s in zip(grads, strides, strict=True)):
-            final = zip(self.bring(part.pairs, grads, deferred), strides, strict=True)
-            grads = [None if grad is None else laid_out(grad, stride) for grad, stride in final]
-            deferred = DeferredUnscale()
-        for stretch in self._stretches[part]:
-            self._step(stretch, grads, deferred)
-
-    def _step(
-        self, stretch: Stretch, grads: Sequence[Tensor | None], deferred: DeferredUnscale
-    ) -> None:
-        """Update one stretch by the optimizer's own step."""
-        found = [(pair, g) for pair, g in zip(stretch.pairs, grads, strict=True) if g is not None]
+        found = [(pair, g) for pair, g in zip(part.pairs, grads, strict=True) if g is not None]
         if not found:
             return
         pairs, ring = [pair for pair, _ in found], self.ring
         views: dict[str, Tensor] = {}
-        if stretch.keys:
+        if part.keys:
             while self._queue and ring.free:
                 ring.load(following := self._queue.popleft(), following.homes)
-            views = ring.begin(stretch)
-        final = self.bring(pairs, [stretch.cut(grad) for _, grad in found], deferred)
-        params = [self._stepped_in(stretch, pair, views) for pair in pairs]
-        given = [self._state_in(stretch, pair, views) for pair in pairs]
+            views = ring.begin(part)
+        final = self.bring(pairs, [part.cut_gradient(*each) for each in found], deferred)
+        params = [
+            nn.Parameter(part.view(views[MASTER], p) if p.is_master else part.cut(p.target))
+            for p in pairs
+        ]
+        given = [self._state_in(part, pair, views) for pair in pairs]
         filled = zip(params, given, strict=True)
         state = defaultdict(dict, {p: dict(entry) for p, entry in filled if entry})
         self.step_these(params, final, {pairs[0].group: range(len(pairs))}, state)
         for pair, p, entry in zip(pairs, params, given, strict=True):
             if p in state:
-                self._keep(stretch, pair, p, entry, state[p], views)
+                self._keep(part, pair, p, entry, state[p], views)
         if pairs[0].is_master:
-            targets = [stretch.cut(pair.target) for pair in pairs]
+            targets = [part.cut(pair.target) for pair in pairs]
             torch._foreach_copy_(targets, [p.detach() for p in params])
         if views:
-            ring.store(stretch, stretch.homes)
-
-    def _stepped_in(
-        self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]
-    ) -> Tensor:
-        """What is stepped of one parameter: its memory, or its master in a slot."""
-        if pair.is_master:
-            return nn.Parameter(stretch.view(views[MASTER], pair))
-        return pair.stepped if stretch.piece is None else nn.Parameter(stretch.cut(pair.target))
+            ring.store(part, part.homes)
 
     def _state_in(
         self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]
@@ -402,10 +382,6 @@ class OffloadedReplica(Replica):
                 value = home
             if stretch.is_last:
                 self.copy.state[pair.stepped][key] = value
-
-
-def is_offloaded(part: Part) -> bool:
-    return part.pairs[0].is_offloaded
 
 
 def is_moved(key: str, value: Tensor, like: Tensor) -> bool:

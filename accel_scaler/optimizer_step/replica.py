@@ -112,8 +112,6 @@ class Replica:
         self._stepped: list[Any] = []
         """For each key of the optimizer's state the stepped parameter; the key itself where it
         belongs to no pair."""
-        self._borrowed: list[Any] = []
-        """All values of the optimizer's state, while a step uses it."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Per group, when the state was last shared: (has a kernel, keys of state)."""
         self._launched: Calls = []
@@ -192,7 +190,7 @@ class Replica:
         ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
         self.parts, self.ordered = [], []
         for pairs in self._cut(ordered):
-            self.parts.append(Part(pairs, len(self.ordered)))
+            self.parts.extend(self._parts_of(pairs, len(self.ordered)))
             self.ordered.extend(pairs)
         ordered = self.ordered
         self.params = [pair.param for pair in ordered]
@@ -215,6 +213,9 @@ class Replica:
                 yield ordered[begin:end]
                 begin, have = end, 0
 
+    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+        return [Part(pairs, start)]
+
     def size_of(self, pair: ParameterPair) -> int:
         """Bytes of a pair's master and state."""
         return 0
@@ -227,7 +228,7 @@ class Replica:
         """
         refuse_replaced(self.optimizer)
         state = self.optimizer.state
-        self._borrowed = self._lay_out(state)
+        self._lay_out(state)
         self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
@@ -244,42 +245,38 @@ class Replica:
         for pair in self.pairs if len(made) > len(self._stepped) else ():
             if pair.param not in state and (entry := made.get(pair.stepped)):
                 state[pair.param] = entry
-        self._borrowed, self._launched, self.copy.state = [], [], defaultdict(dict)
+        self._launched, self.copy.state = [], defaultdict(dict)
 
-    def _lay_out(self, state: dict[Any, Any]) -> list[Any]:
-        """Let pairs step the optimizer's ``state`` as it is now. Returns all that is in it then."""
+    def _lay_out(self, state: dict[Any, Any]) -> None:
+        """Let pairs step the optimizer's ``state`` as it is now."""
         rule, groups, shared = rule_of(self.optimizer), self.optimizer.param_groups, self._shared
         keys = [] if rule is None else [(rule.takes(group), rule.keys(group)) for group in groups]
         values = _values_of(state)
         if keys == self._keys and shared is not None and shared.is_current([*state], values):
-            return values
+            return
         stepped_of = {id(pair.param): pair.stepped for pair in self.pairs}
         self._stepped = [stepped_of.get(id(key), key) for key in state]
         for arena in {pair.arena for pair in self.pairs}:
             arena.renew_counts()
         for pair in self.pairs:
             self._move_entry(pair, state.get(pair.param, {}))
-        values = _values_of(state)
-        self._shared, self._keys = Held([*state], values, repeat(True)), keys
+        self._shared, self._keys = Held([*state], _values_of(state), repeat(True)), keys
         for part in self.parts:
             part.runs = None
-        return values
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to the tensors that its pair steps with: shards, or for a
-        master float32 tensors on its device, in its arena."""
-        group = self.optimizer.param_groups[pair.group]
-        for key, value in entry.items() if self.has_masters or self.is_sharded else ():
-            if not isinstance(value, Tensor):
-                continue
-            value = local(value)
-            if pair.is_master:
-                value = exact(key, value.to(pair.stepped.device))
-            entry[key] = value
-        rule = rule_of(self.optimizer)
-        if rule is not None:
+        master float32 tensors on its device."""
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                entry[key] = self._moved(pair, key, local(value))
+        rule, group = rule_of(self.optimizer), self.optimizer.param_groups[pair.group]
+        if rule is not None and not pair.is_offloaded:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
+
+    def _moved(self, pair: ParameterPair, key: str, value: Tensor) -> Tensor:
+        return exact(key, value.to(pair.stepped.device)) if pair.is_master else value
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
         """Load masters, with their state, and state in host memory; torch has loaded the rest."""
@@ -441,6 +438,8 @@ class Replica:
         ]
         try:
             for p, grad in zip(params, grads, strict=True):
+                if grad is not None and grad.dtype is not p.dtype:
+                    p.grad_dtype = grad.dtype
                 p.grad = grad
             self.call_step(params)
         finally:

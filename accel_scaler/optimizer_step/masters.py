@@ -132,9 +132,9 @@ def make_pairs(
             if (
                 before is not None
                 and place_of(before.target) == place_of(pair.target)
-                and before.by_rule == pair.by_rule
+                and (before.group, before.by_rule) == (number, pair.by_rule)
             ):
-                before.group, pair = number, before
+                pair = before
             else:
                 fresh.append(pair)
             pairs.append(pair)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -139,24 +140,16 @@ class OffloadedReplica(Replica):
     def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
         """Parts that lie in one host arena each, then the others."""
         own = [pair for pair in ordered if pair.is_offloaded]
-        self._limit = _block_length(sum(pair.target.numel() for pair in own))
-        some: list[ParameterPair] = []
-        for pair in sorted(own, key=lambda pair: (pair.group, id(pair.arena), pair.slot)):
-            if some:
-                last = some[-1]
-                begin, next_ = last.arena.offsets[some[0].slot], (last.slot + 1, last.group)
-                is_next = pair.arena is last.arena and (pair.slot, pair.group) == next_
-                if not is_next or pair.arena.end(pair.slot) - begin > self._limit:
-                    yield some
-                    some = []
-            some.append(pair)
-        if some:
-            yield some
+        limit = self._limit = _block_length(sum(pair.target.numel() for pair in own))
+        for arena in dict.fromkeys(pair.arena for pair in own):
+            mine = sorted((p for p in own if p.arena is arena), key=attrgetter("slot"))
+            begin = 0
+            for end in range(1, len(mine)):
+                if arena.end(mine[end].slot) - arena.offsets[mine[begin].slot] > limit:
+                    yield mine[begin:end]
+                    begin = end
+            yield mine[begin:]
         yield from super()._cut([pair for pair in ordered if not pair.is_offloaded])
-
-    def _split(self) -> None:
-        self.rest()  # other stretches know nothing of copies under way
-        super()._split()
 
     @property
     def stretches(self) -> list[Stretch]:

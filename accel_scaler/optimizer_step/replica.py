@@ -186,6 +186,7 @@ class Replica:
 
     def _split(self) -> None:
         """Cut the pairs into parts, in the model's order."""
+        self.rest()  # other parts know nothing of copies under way
         ranks, last = self._ranks, len(self._ranks)
         ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
         self.parts, self.ordered = [], []

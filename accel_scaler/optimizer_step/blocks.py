@@ -111,14 +111,11 @@ class Block:
 
     places: Sequence[int]
     """Indices of its parameters in the run."""
-    slots: list[int]
-    """Their slots in the arena."""
     piece: slice | None
     """Its elements in its only parameter; None: all of its parameters."""
     begin: int
     """Where it begins in the arena."""
     length: int
-    strides: list[tuple[int, ...]]
     is_small: bool
     """All of its tensors have at most ``SMALL`` elements, and are on the host."""
     masters: list[Tensor]
@@ -300,7 +297,8 @@ class Run:
         if deferred and not all(low):
             exact = zip(pairs, found, low, strict=True)
             deferred.apply([(pair.param, grad) for pair, grad, is_low in exact if not is_low])
-        is_alike = block.piece is not None or list(map(Tensor.stride, found)) == block.strides
+        strides = [list(map(Tensor.stride, tensors)) for tensors in (found, block.masters)]
+        is_alike = block.piece is not None or strides[0] == strides[1]
         if is_alike and not any(low):
             return found
         into = self._scratch(block)
@@ -316,10 +314,10 @@ class Run:
         """Memory like a block's tensors, into which gradients are copied; all blocks share it."""
         if not block.scratch:
             memory, view = self._memory.take(block.length, self._arena.device), self._arena.view
-            whole = block.piece is None
-            block.scratch = (
-                [view(memory, slot, block.begin) for slot in block.slots] if whole else [memory]
-            )
+            block.scratch = [memory]
+            if block.piece is None:
+                slots = [self._first + place for place in block.places]
+                block.scratch = [view(memory, slot, block.begin) for slot in slots]
         return block.scratch
 
     def _blocks_of(self, a: int, b: int, whole: bool) -> list[Block]:
@@ -355,24 +353,21 @@ class Run:
                 yield whole.part(slice(i, min(i + self._limit, whole.length)))
 
     def _block(self, places: Sequence[int]) -> Block:
-        arena, pairs = self._arena, [self.pairs[i] for i in places]
-        slots, masters = [pair.slot for pair in pairs], [self.params[i] for i in places]
+        arena, state, masters = self._arena, self._state, [self.params[i] for i in places]
+        slots = [self._first + i for i in places]
         begin = arena.offsets[slots[0]]
-        state = self._state
         # Without keys no entry is made, as torch makes none.
         rows = [[state[p][key] for p in masters] for key in self._keys]
         return Block(
             places=places,
-            slots=slots,
             piece=None,
             begin=begin,
             length=arena.end(slots[-1]) - begin,
-            strides=[self._strides[i] for i in places],
             is_small=arena.device.type == "cpu" and max(arena.lengths[i] for i in slots) <= SMALL,
             masters=masters,
             refs=[list(map(ref_of, row)) for row in rows],
             counts=[arena.count_views[slot] for slot in slots] if self._rule.counts else [],
-            targets=[pair.target for pair in pairs],
+            targets=[self.pairs[i].target for i in places],
         )
 
 

@@ -27,6 +27,7 @@ from ..scaling import (
     SentCheck,
     local,
     match_layout,
+    nothing_found,
     parameters_of,
 )
 from .arena import Held
@@ -339,7 +340,8 @@ class Replica:
         if calls and all(run.takes(mine) for _, run, mine in calls):
             self._call_runs(calls, deferred, publishes=True)
             return
-        self._step_in_python(part, self.bring(part.pairs, grads, deferred))
+        params, final = [p.stepped for p in part.pairs], self.bring(part.pairs, grads, deferred)
+        self.step_these(params, final, part.groups, self.copy.state)
         for pair in part.pairs:
             pair.publish()
 
@@ -417,11 +419,6 @@ class Replica:
                     part.runs.append((number, some, run))
         return part.runs
 
-    def _step_in_python(self, part: Part, grads: Sequence[Tensor | None]) -> None:
-        """The optimizer's own step on the part."""
-        params = [pair.stepped for pair in part.pairs]
-        self.step_these(params, grads, part.groups, self.copy.state)
-
     def step_these(
         self,
         params: Sequence[Tensor],
@@ -450,11 +447,16 @@ class Replica:
 
     def call_step(self, params: Sequence[Tensor]) -> Any:
         """The class's step on the copy, where ``params`` have gradients."""
-        copy = self.copy
-        is_fused = getattr(copy, "_step_supports_amp_scaling", False)
-        if is_fused and params and params[0].device.type == "cpu":
+        copy, step = self.copy, raw_step(type(self.optimizer))
+        if not getattr(copy, "_step_supports_amp_scaling", False):
+            return step(copy)
+        if params and params[0].device.type == "cpu":
             match_layout(params, copy.state)
-        return raw_step(type(self.optimizer))(copy)
+        copy.grad_scale, copy.found_inf = None, nothing_found(copy)
+        try:
+            return step(copy)
+        finally:
+            del copy.grad_scale, copy.found_inf
 
 
 def exact(key: str, value: Tensor) -> Tensor:

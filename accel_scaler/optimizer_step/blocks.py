@@ -45,7 +45,6 @@ HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
 instead."""
 
 FULL = frozenset({torch.float32})
-DTYPES = LOW_PRECISION | FULL
 
 Group = Mapping[str, Any]
 
@@ -226,7 +225,7 @@ class Run:
             return self._takes and not found
         known = found if gathered is None or not gathered.holds(found) else gathered
         return (
-            is_uniform(known, FULL if whole else DTYPES)
+            is_uniform(known, LOW_PRECISION if arena.has_masters else FULL)
             and found[0].device == arena.device
             and (all(fits) or all(compress(fits, (grad is not None for grad in grads))))
             and self._is_laid_out(grads, whole)
@@ -287,27 +286,23 @@ class Run:
     def _gather(
         self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> list[Tensor]:
-        """The gradients of a block as the kernel takes them, multiplied by ``deferred``.
-        Narrower ones than float32, or laid out unlike their parameters, are copied into scratch."""
-        pairs = [self.pairs[i] for i in block.places]
+        """The gradients of a block as the kernel takes them, multiplied by ``deferred``. Those of
+        masters, and those laid out unlike their parameters, are copied into scratch."""
+        params = [self.pairs[i].param for i in block.places]
         found = cast("list[Tensor]", [grads[i] for i in block.places])
         if block.piece is not None:
             found = [flat(found[0])[block.piece]]
-        low = [grad.dtype in LOW_PRECISION for grad in found]
-        if deferred and not all(low):
-            exact = zip(pairs, found, low, strict=True)
-            deferred.apply([(pair.param, grad) for pair, grad, is_low in exact if not is_low])
-        strides = [list(map(Tensor.stride, tensors)) for tensors in (found, block.masters)]
-        is_alike = block.piece is not None or strides[0] == strides[1]
-        if is_alike and not any(low):
-            return found
+        if not self._arena.has_masters:
+            deferred.apply(list(zip(params, found, strict=True)))
+            strides = [list(map(Tensor.stride, tensors)) for tensors in (found, block.masters)]
+            if block.piece is not None or strides[0] == strides[1]:
+                return found
         into = self._scratch(block)
         torch._foreach_copy_(into, found)
-        if deferred and all(low) and not deferred.clips:
-            deferred.apply([(pairs[0].param, _joined(into, block.length))])
-        elif deferred and any(low):
-            narrow = zip(pairs, into, low, strict=True)
-            deferred.apply([(pair.param, view) for pair, view, is_low in narrow if is_low])
+        if self._arena.has_masters and deferred.clips:
+            deferred.apply(list(zip(params, into, strict=True)))
+        elif self._arena.has_masters:
+            deferred.apply([(params[0], _joined(into, block.length))])
         return into
 
     def _scratch(self, block: Block) -> list[Tensor]:

@@ -187,6 +187,11 @@ def _place(pairs: Sequence[ParameterPair]) -> None:
             pair.place(arena, slot, memory)
 
 
+def keys_of(state_dict: Mapping[str, Any]) -> list[Any]:
+    """The keys of the parameters in a state dict, in the optimizer's order."""
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
+
+
 def without_master(entry: Any) -> Any:
     """A parameter's saved state without its master."""
     if not isinstance(entry, dict):

@@ -32,7 +32,7 @@ from .host_memory import HostArena, WaitingState
 from .looks import Looks
 from .masters import MASTER, MasterRule, ParameterPair
 from .replica import Part, Replica, exact
-from .ring import COUNT, Block, Ring
+from .ring import COUNT, Ring
 
 BLOCKS, SMALLEST_BLOCK = 32, 1 << 20
 """About how many stretches there are, and the elements that one has at least."""
@@ -41,11 +41,11 @@ SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state with one number a parameter, which stay where the optimizer reads them."""
 
 
-class Stretch(Part, Block):
+class Stretch(Part):
     """A part in one host arena, or a piece of its only parameter: what a slot takes at once."""
 
     def __init__(self, pairs: list[ParameterPair], start: int, piece: slice | None) -> None:
-        Part.__init__(self, pairs, start)
+        super().__init__(pairs, start)
         arena, slots = pairs[0].arena, (pairs[0].slot, pairs[-1].slot)
         assert isinstance(arena, HostArena)
         begin, end = arena.offsets[slots[0]], arena.end(slots[1])
@@ -53,8 +53,9 @@ class Stretch(Part, Block):
         """No other piece of its parameter is stepped after it."""
         if piece is not None:
             begin, end = begin + piece.start, begin + piece.stop
-        Block.__init__(self, begin, end - begin)
-        self.arena, self.piece = arena, piece
+        self.begin, self.length, self.arena, self.piece = begin, end - begin, arena, piece
+        self.stored: Any = None
+        """The event at the end of its last store."""
         self.keys: list[str] = []
         """What there is of it in host memory, at this step."""
 
@@ -187,14 +188,14 @@ class OffloadedReplica(Replica):
         is_read_there = key in SCALARS and self.optimizer.param_groups[pair.group].get("fused")
         return value.to(pair.target.device) if is_read_there else value
 
-    def keys_of(self, stretch: Stretch) -> list[str]:
-        """What there is of it in host memory."""
-        state, found = self.optimizer.state, dict[str, None]()
+    def _find_keys(self, stretch: Stretch) -> bool:
+        """Look which keys a stretch has in host memory; whether there are any."""
+        state = self.optimizer.state
+        found = {MASTER} if stretch.pairs[0].is_master else set[str]()
         for pair in stretch.pairs:
-            if pair.is_master:
-                found[MASTER] = None
-            found.update(dict.fromkeys(dict.get(state, pair.param) or ()))
-        return [key for key in stretch.arena.memory if key in found]
+            found.update(dict.get(state, pair.param) or ())
+        stretch.keys = [key for key in stretch.arena.memory if key in found]
+        return bool(stretch.keys)
 
     # Copies.
 
@@ -241,11 +242,10 @@ class OffloadedReplica(Replica):
             if stretch not in ring.loaded:
                 if not ring.free and ring.held + 4 * length > left:
                     return
-                stretch.keys = self.keys_of(stretch)
-                if stretch.keys:
+                if self._find_keys(stretch):
                     if not ring.free:
                         ring.make(length)
-                    ring.load(stretch, stretch.homes)
+                    ring.load(stretch)
 
     # The step.
 
@@ -263,15 +263,16 @@ class OffloadedReplica(Replica):
 
     def _prepare_ring(self, ring: Ring, grads: Sequence[Tensor | None]) -> None:
         """Say which stretches are stepped, in which order, and make the slots that they lack."""
-        steps: list[Stretch] = []
-        for stretch in self.stretches:
-            if any(grad is not None for grad in grads[stretch.start : stretch.end]):
-                stretch.keys = self.keys_of(stretch)
-                steps.extend([stretch] if stretch.keys else [])
-        wanted = {each: each.keys for each in steps}
-        for block, slot in list(ring.loaded.items()):
-            if wanted.get(block) != [*slot.views]:  # type: ignore[call-overload]
-                ring.free.append(ring.loaded.pop(block))
+        steps = [
+            stretch
+            for stretch in self.stretches
+            if any(grad is not None for grad in grads[stretch.start : stretch.end])
+            and self._find_keys(stretch)
+        ]
+        wanted = set(steps)
+        for each, slot in list(ring.loaded.items()):
+            if each not in wanted or each.keys != [*slot.views]:
+                ring.free.append(ring.loaded.pop(each))
         self._queue = deque(each for each in steps if each not in ring.loaded)
         length = self._slot_length
         ring.release_smaller(length)
@@ -316,7 +317,7 @@ class OffloadedReplica(Replica):
         views: dict[str, Tensor] = {}
         if part.keys:
             while self._queue and ring.free:
-                ring.load(following := self._queue.popleft(), following.homes)
+                ring.load(self._queue.popleft())
             views = ring.begin(part)
         final = self.bring(pairs, [part.cut_gradient(*each) for each in found], deferred)
         params = [
@@ -334,7 +335,7 @@ class OffloadedReplica(Replica):
             targets = [part.cut(pair.target) for pair in pairs]
             torch._foreach_copy_(targets, [p.detach() for p in params])
         if views:
-            ring.store(part, part.homes)
+            ring.store(part)
 
     def _state_in(
         self, stretch: Stretch, pair: ParameterPair, views: dict[str, Tensor]

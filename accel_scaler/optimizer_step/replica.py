@@ -39,6 +39,7 @@ from .masters import (
     goes_to_master,
     is_ours,
     is_stepped,
+    keys_of,
     make_pairs,
     without_master,
 )
@@ -283,8 +284,7 @@ class Replica:
     def load_state(self, state_dict: dict[str, Any]) -> None:
         """Load masters, with their state, and state in host memory; torch has loaded the rest."""
         self.rest()
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for pair, key in zip(self.pairs, keys, strict=True):
+        for pair, key in zip(self.pairs, keys_of(state_dict), strict=True):
             saved = state_dict["state"].get(key, {})
             if is_ours(pair) and (own := without_master(saved)):
                 self._move_entry(pair, own)

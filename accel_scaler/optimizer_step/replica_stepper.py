@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .masters import MASTER, MasterRule, is_ours, is_stepped
+from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of
 from .offloaded import OffloadedReplica
 from .owners import own_parameters
 from .replica import Replica
@@ -323,9 +322,8 @@ class ReplicaStepper(Stepper):
         """Before the optimizer loads ``state_dict``: make room for masters, also where a parameter
         is frozen and may be trained again."""
         self.synchronize()
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         # Not strict: torch refuses a state dict of another number of parameters.
-        params = zip(keys, parameters_of(self.optimizer), strict=False)
+        params = zip(keys_of(state_dict), parameters_of(self.optimizer), strict=False)
         entries = state_dict["state"]
         self.replica.saved = {id(p) for key, p in params if MASTER in entries.get(key, {})}
         self.refresh()

@@ -1,6 +1,6 @@
-"""Slots of device memory through which state in host memory passes, block after block.
+"""Slots of device memory through which state in host memory passes, stretch after stretch.
 
-Three streams take part. *Up* copies a block from host memory into a slot, the training stream
+Three streams take part. *Up* copies a stretch from host memory into a slot, the training stream
 steps it there, *down* copies it back:
 
     up        load 0   load 1   load 2   load 3   load 4
@@ -11,7 +11,7 @@ Note [Order of the streams]
 ---------------------------
 A slot's memory comes from the pool of the training stream, which may still use it for what it held
 before: up waits for that stream once, when the slot is made. From then on events order all: a load
-waits until the slot's last store has ended, and the block's own, whose result it reads; the step
+waits until the slot's last store has ended, and the stretch's own, whose result it reads; the step
 waits for the load, the store for the step. When a slot is let go, the stream that it was made on
 waits for its last copy, and then uses the memory as its own. (``record_stream`` would have the
 allocator wait for the host to see that copy's end. The host is far ahead by then, so memory would
@@ -23,13 +23,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..devices import on_stream, present_stream
 from .arena import ALIGNED
+
+if TYPE_CHECKING:
+    from .offloaded import Stretch
 
 GRAIN = 128
 """Elements: allocators count in 512 bytes."""
@@ -38,17 +41,8 @@ COUNT = 4
 """Slots in a ring: one is stepped, two are loaded, one is stored."""
 
 
-class Block:
-    """A stretch of host memory that is copied as one: float32, shape (length,), for each key."""
-
-    def __init__(self, begin: int, length: int) -> None:
-        self.begin, self.length = begin, length
-        self.stored: Any = None
-        """The event at the end of its last store."""
-
-
 class Slot:
-    """Device memory for one block at a time."""
+    """Device memory for one stretch at a time."""
 
     def __init__(self, memory: Tensor, stream: Any) -> None:
         self.memory, self.stream = memory, stream
@@ -68,8 +62,8 @@ class Ring:
         self.up, self.down = copy_streams(device)
         self.free: list[Slot] = []
         """Slots that hold nothing; the first was stored first."""
-        self.loaded: dict[Block, Slot] = {}
-        """Blocks that are in slots."""
+        self.loaded: dict[Stretch, Slot] = {}
+        """Stretches that are in slots."""
         self.made = 0
         """Bytes of all slots ever made."""
         self.is_settled = True
@@ -94,37 +88,38 @@ class Ring:
         self.up.wait_stream(self._stream)
         self.free.append(Slot(memory, self._stream))
 
-    def load(self, block: Block, sources: dict[str, Tensor]) -> None:
-        """Copy a block's memory of each key into the first free slot."""
-        slot = self.loaded[block] = self.free.pop(0)
-        space = -(-block.length // ALIGNED) * ALIGNED
-        for before in (slot.stored, block.stored):
+    def load(self, stretch: Stretch) -> None:
+        """Copy a stretch's host memory into the first free slot."""
+        slot, length = self.free.pop(0), stretch.length
+        self.loaded[stretch], sources = slot, stretch.homes
+        space = -(-length // ALIGNED) * ALIGNED
+        for before in (slot.stored, stretch.stored):
             if before is not None:
                 self.up.wait_event(before)
         slot.views = {
-            key: slot.memory[i * space : i * space + block.length] for i, key in enumerate(sources)
+            key: slot.memory[i * space : i * space + length] for i, key in enumerate(sources)
         }
         with on_stream(self.up):
             for key, source in sources.items():
                 slot.views[key].copy_(source, non_blocking=True)
         slot.loaded = self._end_of(self.up)
 
-    def begin(self, block: Block) -> dict[str, Tensor]:
-        """What a block's slot holds, once the stream that this thread uses has waited for it."""
-        slot = self.loaded[block]
+    def begin(self, stretch: Stretch) -> dict[str, Tensor]:
+        """What a stretch's slot holds, once the stream that this thread uses has waited for it."""
+        slot = self.loaded[stretch]
         self._stream.wait_event(slot.loaded)
         return slot.views
 
-    def store(self, block: Block, targets: dict[str, Tensor]) -> None:
-        """Copy a block's slot to its memory, once the stream that this thread uses is here. It is
-        free then."""
-        slot, self.is_settled = self.loaded[block], False
+    def store(self, stretch: Stretch) -> None:
+        """Copy a stretch's slot to host memory, once the stream that this thread uses is here. The
+        slot is free then."""
+        slot, self.is_settled = self.loaded[stretch], False
         self.down.wait_stream(self._stream)
         with on_stream(self.down):
-            for key, target in targets.items():
+            for key, target in stretch.homes.items():
                 target.copy_(slot.views[key], non_blocking=True)
-        slot.stored = block.stored = self._end_of(self.down)
-        self.free.append(self.loaded.pop(block))
+        slot.stored = stretch.stored = self._end_of(self.down)
+        self.free.append(self.loaded.pop(stretch))
 
     def _end_of(self, stream: Any) -> Any:
         event = torch.Event(self.device)  # the class of the streams: no other knows them

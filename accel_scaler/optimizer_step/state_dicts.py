@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils import dlpack
 
 from ..errors import UnsupportedError
-from .masters import MASTER, ParameterPair, is_ours, without_master
+from .masters import MASTER, ParameterPair, is_ours, keys_of, without_master
 
 if TYPE_CHECKING:
     from .replica_stepper import ReplicaStepper
@@ -60,34 +59,29 @@ class StateDictHooks:
         self._stepper.replica.rest()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        pairs = {id(pair.param): pair for pair in self._stepper.replica.pairs}
         state: dict[Any, Any] = dict(state_dict["state"])
-        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-            for index, p in zip(saved["params"], group["params"], strict=True):
-                pair, entry = pairs.get(id(p)), state.get(index)
-                if pair is None:
-                    continue
-                # Else it is the optimizer's own, as in torch, and an edit of it counts.
-                is_placed = is_ours(pair) or _is_shard(pair)
-                # A plain optimizer may have loaded a master.
-                if isinstance(entry, dict) and (is_placed or MASTER in entry):
-                    own = without_master(entry)
-                    entry = {key: _export(pair, value) for key, value in own.items()}
-                # Torch's optimizers want all of their state in an entry that is not empty.
-                master = pair.stepped.data
-                if pair.is_master and (entry or not torch.equal(master, pair.target.to(master))):
-                    entry = {**(entry or {}), MASTER: _export(pair, master)}
-                if entry is not None:
-                    state[index] = entry
+        for index, pair in zip(keys_of(state_dict), self._stepper.replica.pairs, strict=False):
+            entry = state.get(index)
+            # Else it is the optimizer's own, as in torch, and an edit of it counts.
+            is_placed = is_ours(pair) or _is_shard(pair)
+            # A plain optimizer may have loaded a master.
+            if isinstance(entry, dict) and (is_placed or MASTER in entry):
+                own = without_master(entry)
+                entry = {key: _export(pair, value) for key, value in own.items()}
+            # Torch's optimizers want all of their state in an entry that is not empty.
+            master = pair.stepped.data
+            if pair.is_master and (entry or not torch.equal(master, pair.target.to(master))):
+                entry = {**(entry or {}), MASTER: _export(pair, master)}
+            if entry is not None:
+                state[index] = entry
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._stepper.begin_loading(state_dict)
         self._loading = state_dict
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        pairs = self._stepper.replica.pairs
+        keyed = zip(keys_of(state_dict), self._stepper.replica.pairs, strict=False)
         # torch would cast to the parameter's dtype and device, which is not where it lives here.
-        ours = {key for key, pair in zip(keys, pairs, strict=False) if is_ours(pair)}
+        ours = {key for key, pair in keyed if is_ours(pair)}
         hooks = optimizer._optimizer_load_state_dict_pre_hooks
         if ours and next(reversed(hooks)) != self._loads.id:
             raise UnsupportedError(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import offloaded
-from accel_scaler.optimizer_step.ring import Block, Ring
+from accel_scaler.optimizer_step.ring import Ring
 from accel_scaler.selftest import sizes
 
 STEPS, OVERFLOW = 8, 4
@@ -172,13 +172,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     load, store = Ring.load, Ring.store
 
-    def logged_load(self: Ring, block: Block, sources: Any) -> None:
+    def logged_load(self: Ring, stretch: Any) -> None:
         found.append("load")
-        load(self, block, sources)
+        load(self, stretch)
 
-    def logged_store(self: Ring, block: Block, targets: Any) -> None:
+    def logged_store(self: Ring, stretch: Any) -> None:
         found.append("store")
-        store(self, block, targets)
+        store(self, stretch)
 
     monkeypatch.setattr(Ring, "load", logged_load)
     monkeypatch.setattr(Ring, "store", logged_store)
@@ -516,10 +516,10 @@ def test_after_a_step_that_fails_masters_are_the_parameters(
         run.step(step)
     store, calls = Ring.store, iter(range(100))
 
-    def fails(self: Ring, block: Block, targets: Any) -> None:
+    def fails(self: Ring, stretch: Any) -> None:
         if next(calls) == 4:
             raise RuntimeError("on purpose")
-        store(self, block, targets)
+        store(self, stretch)
 
     monkeypatch.setattr(Ring, "store", fails)
     run.backward(3)

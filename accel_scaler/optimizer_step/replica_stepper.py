@@ -295,7 +295,7 @@ class ReplicaStepper(Stepper):
     def _forbid_sparse(self, grads: Sequence[Tensor | None]) -> None:
         has_any = self.replica.has_masters or self.replica.masters.on_host
         for pair, grad in zip(self.replica.ordered if has_any else (), grads, strict=False):
-            if grad is not None and is_ours(pair) and grad.layout is not torch.strided:
+            if grad is not None and grad.layout is not torch.strided and is_ours(pair):
                 raise UnsupportedError(
                     f"{self._names([pair.param])} has a sparse gradient, which offload and float32 "
                     "copies (masters) do not take. Use Embedding(sparse=False), or float32 "

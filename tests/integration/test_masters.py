@@ -1,4 +1,4 @@
-"""Masters of float16 weights whose parameters leave their group, and of state that is loaded.
+"""Masters of float16 weights: gradients that are dropped, and state that is loaded.
 
 Freezing and edits are among the operations of the random histories.
 """
@@ -21,10 +21,6 @@ WAYS = [{}, {"step_mode": "overlap"}]
 HALF = torch.float16
 
 
-def sgd(groups: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(groups, lr=1e-4, momentum=0.5, weight_decay=0.1)
-
-
 class Squares(nn.Module):
     """A loss with gradients that depend on the parameters, computed in float32."""
 
@@ -43,31 +39,10 @@ class Squares(nn.Module):
         return torch.stack(losses).sum()
 
 
-def groups_of(model: Squares, weights: Any = None) -> list[dict[str, Any]]:
+def groups_of(model: Squares) -> list[dict[str, Any]]:
     """Two groups, which are not in the order of use."""
-    first, *rest = model.weights if weights is None else weights
+    first, *rest = model.weights
     return [{"params": rest, "weight_decay": 0.0}, {"params": [first]}]
-
-
-class Plain:
-    """The reference: torch's optimizer over float32 copies."""
-
-    def __init__(self, model: Squares) -> None:
-        self.model = model
-        self.masters = [nn.Parameter(w.detach().float()) for w in model.weights]
-        self.optimizer = sgd(groups_of(model, self.masters))
-
-    def step(self, number: int) -> None:
-        for w, master in zip(self.model.weights, self.masters, strict=True):
-            written = master.detach().to(w.dtype) != w.detach()
-            master.data[written] = w.detach()[written].float()
-        self.model.zero_grad()
-        (self.model(number) * 8.0).backward()
-        for w, master in zip(self.model.weights, self.masters, strict=True):
-            master.grad = None if w.grad is None else w.grad.float() / 8.0
-        self.optimizer.step()
-        for w, master in zip(self.model.weights, self.masters, strict=True):
-            w.data.copy_(master.data)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

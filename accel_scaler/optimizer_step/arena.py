@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import IntEnum, auto
 from functools import partial
 from itertools import compress
 from operator import is_
@@ -13,28 +12,15 @@ from weakref import ref as ref_of
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
-
 ALIGNED = 16
 """Elements: each parameter begins at a multiple of 64 bytes."""
 
 
-class Where(IntEnum):
-    """Whether a fused kernel of torch can be called with a parameter's state."""
-
-    NOWHERE = auto()
-    """There is no state yet."""
-    HERE = auto()
-    """Yes: it is laid out for the kernel."""
-    ELSEWHERE = auto()
-    """No: the optimizer's own step uses it."""
-
-
 class Arena:
-    """Parameters side by side: masters in one buffer, the first state of neighbours in others.
+    """Parameters side by side: their masters in one buffer, their step counts in another.
 
-    ``optimizer.state[p]`` alone has that state, so a tensor that a script takes out is freed. A
-    tensor that a script puts there is stepped where it is (:meth:`adopt`). Step counts lie here.
+    The rest of the state is ``optimizer.state[p]``'s alone, so a tensor that a script takes out is
+    freed, and one that it puts there is stepped where it is (:meth:`adopt`).
 
     Args:
         targets: the model's parameters, in the order of their slots.
@@ -56,12 +42,12 @@ class Arena:
             self.offsets.append(end)
             end += -(-each // ALIGNED) * ALIGNED
         self.renew_counts()
-        self._fits = [
+        self._may_fit = [
             has_masters or (type(t) is Tensor and t.dtype is torch.float32 and is_dense(t))
             for t in targets
         ]
-        self.where = [Where.NOWHERE] * len(targets)
-        """The state of each slot."""
+        self.fits = [False] * len(targets)
+        """Of each slot, whether a fused kernel of torch can be called with its state."""
 
     def end(self, slot: int) -> int:
         """The offset at which the elements of ``slot`` end."""
@@ -72,55 +58,27 @@ class Arena:
         place = memory.storage_offset() + self.offsets[slot] - begin
         return memory.as_strided(self.shapes[slot], self.strides[slot], place)
 
-    def allocate(self, slots: range, key: str) -> list[Tensor]:
-        """Zeros for ``key`` of neighbours, side by side: float32, like their parameters. Raises
-        ``UnsupportedError`` where there is not enough memory."""
-        begin = self.offsets[slots[0]]
-        length = self.end(slots[-1]) - begin
-        try:
-            memory = torch.zeros(length, dtype=torch.float32, device=self.device)
-        except RuntimeError as error:
-            raise UnsupportedError(
-                f"{length * 4 / 2**20:,.0f} MiB of memory on {self.device} cannot be had for "
-                f"{key!r} of {len(slots)} parameters ({error}). Without float32 copies of weights, "
-                "masters (step_mode='sync' or 'overlap', offload='none', float32 weights) none "
-                "is asked for."
-            ) from error
-        return [self.view(memory, slot, begin) for slot in slots]
-
-    def fill(
-        self, slots: range, entries: Sequence[dict[str, Any]], keys: Sequence[str], counts: bool
-    ) -> None:
-        """Give neighbours with masters their first state: zeros."""
-        for key in keys:
-            for entry, view in zip(entries, self.allocate(slots, key), strict=True):
-                entry[key] = view
-        for slot, entry in zip(slots, entries, strict=True):
-            if counts:
-                self._give_count(slot, entry).zero_()
-            self.where[slot] = Where.HERE
+    def allocate(self, key: str) -> Tensor:
+        """Float32 memory for ``key`` of all parameters."""
+        return torch.zeros(self.end(-1), dtype=torch.float32, device=self.device)
 
     def adopt(self, slot: int, entry: dict[str, Any], keys: Sequence[str], counts: bool) -> None:
         """Count a parameter's steps here, and see whether a fused kernel takes its state. State
         of a master is copied where it is laid out unlike the master."""
         names, shape = [*keys, *["step"] * counts], self.shapes[slot]
         values = {name: entry[name] for name in names if entry.get(name) is not None}
-        if not values and self._fits[slot] and (names or self.has_masters):
-            self.where[slot] = Where.NOWHERE
-            return
         shapes = [(v.shape if isinstance(v, Tensor) else None) for v in values.values()]
         is_alike = shapes == [torch.Size() if name == "step" else shape for name in names]
         unlike = [key for key in keys if is_alike and not self._is_laid_out(slot, values[key])]
-        if not is_alike or not self._fits[slot] or (unlike and not self.has_masters):
-            self.where[slot] = Where.ELSEWHERE
+        may_fit = self._may_fit[slot] and (not unlike or self.has_masters)
+        self.fits[slot] = is_alike and may_fit
+        if not self.fits[slot]:
             return
         for key in unlike:
-            (entry[key],) = self.allocate(range(slot, slot + 1), key)
-            entry[key].copy_(values[key])
+            entry[key] = laid_out(values[key].float(), self.strides[slot])
         if counts:
             self.count_views[slot].copy_(entry["step"])
             self._give_count(slot, entry)
-        self.where[slot] = Where.HERE
 
     def _is_laid_out(self, slot: int, value: Tensor) -> bool:
         is_plain = type(value) is Tensor and not value.is_inference()
@@ -130,18 +88,17 @@ class Arena:
     def renew_counts(self) -> None:
         """Count in new memory from the next :meth:`adopt` on: whoever has taken a count out of the
         state may put it back, or into another entry."""
-        self.counts = torch.zeros(len(self.shapes), device=self.device)
+        self.counts = torch.zeros(len(self.shapes), dtype=torch.float32, device=self.device)
         """The ``step`` in the state of each slot, float32, shape (n,)."""
         self.count_views = list(self.counts.unbind())
 
-    def _give_count(self, slot: int, entry: dict[str, Any]) -> Tensor:
-        view = self.count_views[slot]
-        value: Any = entry.get("step")
-        if _is_movable(value, view):
+    def _give_count(self, slot: int, entry: dict[str, Any]) -> None:
+        value, view = entry["step"], self.count_views[slot]
+        is_plain = type(value) is Tensor and not value.requires_grad and not value.is_inference()
+        if is_plain and (value.dtype, value.device) == (view.dtype, view.device):
             value.data = view  # a state dict that was loaded has the same tensor: it follows
         else:
             entry["step"] = view.detach()  # its ``.data`` may be assigned
-        return view
 
 
 class Placed:
@@ -211,16 +168,11 @@ def place_of(t: Tensor) -> object:
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
 
-def _is_movable(value: object, view: Tensor) -> bool:
-    """Whether the ``data`` of ``value`` may be ``view``."""
-    return (
-        type(value) is Tensor
-        and (value.dtype, value.device, value.shape) == (view.dtype, view.device, view.shape)
-        and not value.requires_grad
-        and not value.is_inference()
-    )
-
-
 def flat(t: Tensor) -> Tensor:
     """The elements of a dense tensor in its memory's order, shape (n,)."""
     return t.as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy of ``t`` with these strides."""
+    return torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import Any, NamedTuple, cast
 from weakref import ref as ref_of
 
@@ -38,14 +38,13 @@ from ..scaling import (
     is_uniform,
     run_on_one_thread,
 )
-from .arena import Placed, Where, flat, is_dense
+from .arena import Placed, flat, is_dense
 
 HOST_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 24
 """Elements in a block: what stays in the cache of each core; on a device few launches matter
 instead."""
 
 FULL = frozenset({torch.float32})
-DTYPES = LOW_PRECISION | FULL
 
 Group = Mapping[str, Any]
 
@@ -57,9 +56,8 @@ class FusedRule(NamedTuple):
     """Whether the kernel does all that ``step()`` does for this group."""
     keys: Callable[[Group], tuple[str, ...]]
     """The keys of state that has the parameter's shape."""
-    call: Callable[[type, Group, Block, list[Tensor], bool, Tensor | None], None]
-    """Update: the optimizer's class, a group, a block, its gradients, whether this is the first
-    step, and ``found_inf``."""
+    call: Callable[[type, Group, Block, list[Tensor], Tensor | None], None]
+    """Update: the optimizer's class, a group, a block, its gradients, and ``found_inf``."""
     counts: bool
     """Whether state has ``step``."""
 
@@ -80,12 +78,7 @@ def _adam_keys(group: Group) -> tuple[str, ...]:
 
 
 def _call_adam(
-    kind: type,
-    group: Group,
-    block: Block,
-    grads: list[Tensor],
-    first: bool,
-    found_inf: Tensor | None,
+    kind: type, group: Group, block: Block, grads: list[Tensor], found_inf: Tensor | None
 ) -> None:
     averages, squares, *largest = block.state
     lists = [block.masters, grads, averages, squares, *(largest or [[]]), block.counts]
@@ -99,19 +92,12 @@ def _call_adam(
 
 
 def _call_sgd(
-    kind: type,
-    group: Group,
-    block: Block,
-    grads: list[Tensor],
-    first: bool,
-    found_inf: Tensor | None,
+    kind: type, group: Group, block: Block, grads: list[Tensor], found_inf: Tensor | None
 ) -> None:
     names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
     settings = {name: group[name] for name in names}
-    (velocity,) = block.state or [[]]
-    settings["is_first_step"] = first and bool(velocity)
-    lists = block.masters, grads, velocity
-    torch._fused_sgd_(*lists, **settings, grad_scale=None, found_inf=found_inf)
+    lists = block.masters, grads, *(block.state or [[]])
+    torch._fused_sgd_(*lists, **settings, is_first_step=False, grad_scale=None, found_inf=found_inf)
 
 
 def _sgd_keys(group: Group) -> tuple[str, ...]:
@@ -124,14 +110,11 @@ class Block:
 
     places: Sequence[int]
     """Indices of its parameters in the run."""
-    slots: list[int]
-    """Their slots in the arena."""
     piece: slice | None
     """Its elements in its only parameter; None: all of its parameters."""
     begin: int
     """Where it begins in the arena."""
     length: int
-    strides: list[tuple[int, ...]]
     is_small: bool
     """All of its tensors have at most ``SMALL`` elements, and are on the host."""
     masters: list[Tensor]
@@ -198,7 +181,6 @@ class Run:
         self.pairs, self._rule, self._memory = list(pairs), rule, memory
         self._optimizer = ref_of(optimizer)
         self._takes, self._keys = rule.takes(group), rule.keys(group)
-        self._has_filled = False
         self._arena, self._first = pairs[0].arena, pairs[0].slot
         self._slots = slice(self._first, self._first + len(pairs))
         self.params = [pair.stepped for pair in pairs]
@@ -217,15 +199,13 @@ class Run:
         return optimizer.state
 
     def still_fits(self, group: Group) -> bool:
-        """Whether ``group`` still asks for the same kernel with the same keys of state, and this
-        run has made no state itself since."""
-        now = self._rule.takes(group), self._rule.keys(group)
-        return not self._has_filled and now == (self._takes, self._keys)
+        """Whether ``group`` still asks for the same kernel with the same keys of state."""
+        return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self._keys)
 
     @property
     def has_state(self) -> bool:
         """Whether no state is made in the next step."""
-        return Where.NOWHERE not in self._arena.where[self._slots]
+        return all(self._arena.fits[self._slots])
 
     def takes(
         self,
@@ -240,16 +220,14 @@ class Run:
             gathered: what is known of some gradients.
         """
         found, arena = [grad for grad in grads if grad is not None], self._arena
-        where = arena.where[self._slots]
+        fits = arena.fits[self._slots]
         if not found or not self._takes or (whole and arena.has_masters):
             return self._takes and not found
         known = found if gathered is None or not gathered.holds(found) else gathered
         return (
-            is_uniform(known, FULL if whole else DTYPES)
+            is_uniform(known, LOW_PRECISION if arena.has_masters else FULL)
             and found[0].device == arena.device
-            # Counts compare by identity first: with thousands of parameters a set would show.
-            and where.count(Where.HERE) + arena.has_masters * where.count(Where.NOWHERE)
-            == len(where)
+            and (all(fits) or all(compress(fits, (grad is not None for grad in grads))))
             and self._is_laid_out(grads, whole)
         )
 
@@ -281,18 +259,12 @@ class Run:
             deferred: factors still due on the gradients; float32 gradients get them in place.
             publishes: write masters' new values to the model.
             whole: it :meth:`takes` them so, and nothing is ``deferred``.
-            sent: a check of the gradients, by which the device decides; the run :meth:`has_state`.
+            sent: a check of the gradients, by which the device decides.
         """
         arena, found_inf = self._arena, None if sent is None else sent.found_inf
-        for a, b in self._due(grads):
-            slots = slice(self._first + a, self._first + b)
-            is_first = arena.where[slots.start] is Where.NOWHERE
-            if is_first:
-                state, new = self._state, range(slots.start, slots.stop)
-                entries = [state[p] for p in self.params[a:b]]
-                arena.fill(new, entries, self._keys, self._rule.counts)
-                self._has_filled = bool(self._keys)
+        for a, b in _stretches([grad is None for grad in grads]):
             if self._rule.counts:
+                slots = slice(self._first + a, self._first + b)
                 arena.counts[slots].add_(1 if sent is None else sent.moves)
             for block in self._blocks_of(a, b, whole):
                 if whole:
@@ -300,53 +272,47 @@ class Run:
                 else:
                     final = self._gather(block, grads, deferred)
                 with run_on_one_thread(block.is_small):
-                    self._rule.call(kind, group, block, final, is_first, found_inf)
+                    self._rule.call(kind, group, block, final, found_inf)
                 if publishes and arena.has_masters:
                     torch._foreach_copy_(block.targets, block.masters)
 
     def publish(self, grads: Sequence[Tensor | None]) -> None:
         """Write masters' new values to the model, after a :meth:`step` that has not."""
-        for a, b in self._due(grads) if self._arena.has_masters else ():
+        missing = [grad is None for grad in grads]
+        for a, b in _stretches(missing) if self._arena.has_masters else ():
             for block in self._blocks_of(a, b, False):
                 torch._foreach_copy_(block.targets, block.masters)
-
-    def _due(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[int, int]]:
-        """Begin and end of each stretch of places with gradients, and of one kind of state."""
-        return _stretches([grad is None for grad in grads], self._arena.where[self._slots])
 
     def _gather(
         self, block: Block, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> list[Tensor]:
-        """The gradients of a block as the kernel takes them, multiplied by ``deferred``.
-        Narrower ones than float32, or laid out unlike their parameters, are copied into scratch."""
-        pairs = [self.pairs[i] for i in block.places]
+        """The gradients of a block as the kernel takes them, multiplied by ``deferred``. Those of
+        masters, and those laid out unlike their parameters, are copied into scratch."""
+        params = [self.pairs[i].param for i in block.places]
         found = cast("list[Tensor]", [grads[i] for i in block.places])
         if block.piece is not None:
             found = [flat(found[0])[block.piece]]
-        low = [grad.dtype in LOW_PRECISION for grad in found]
-        if deferred and not all(low):
-            exact = zip(pairs, found, low, strict=True)
-            deferred.apply([(pair.param, grad) for pair, grad, is_low in exact if not is_low])
-        is_alike = block.piece is not None or list(map(Tensor.stride, found)) == block.strides
-        if is_alike and not any(low):
-            return found
+        if not self._arena.has_masters:
+            deferred.apply(list(zip(params, found, strict=True)))
+            strides = [list(map(Tensor.stride, tensors)) for tensors in (found, block.masters)]
+            if block.piece is not None or strides[0] == strides[1]:
+                return found
         into = self._scratch(block)
         torch._foreach_copy_(into, found)
-        if deferred and all(low) and not deferred.clips:
-            deferred.apply([(pairs[0].param, _joined(into, block.length))])
-        elif deferred and any(low):
-            narrow = zip(pairs, into, low, strict=True)
-            deferred.apply([(pair.param, view) for pair, view, is_low in narrow if is_low])
+        if self._arena.has_masters and deferred.clips:
+            deferred.apply(list(zip(params, into, strict=True)))
+        elif self._arena.has_masters:
+            deferred.apply([(params[0], _joined(into, block.length))])
         return into
 
     def _scratch(self, block: Block) -> list[Tensor]:
         """Memory like a block's tensors, into which gradients are copied; all blocks share it."""
         if not block.scratch:
             memory, view = self._memory.take(block.length, self._arena.device), self._arena.view
-            whole = block.piece is None
-            block.scratch = (
-                [view(memory, slot, block.begin) for slot in block.slots] if whole else [memory]
-            )
+            block.scratch = [memory]
+            if block.piece is None:
+                slots = [self._first + place for place in block.places]
+                block.scratch = [view(memory, slot, block.begin) for slot in slots]
         return block.scratch
 
     def _blocks_of(self, a: int, b: int, whole: bool) -> list[Block]:
@@ -382,24 +348,21 @@ class Run:
                 yield whole.part(slice(i, min(i + self._limit, whole.length)))
 
     def _block(self, places: Sequence[int]) -> Block:
-        arena, pairs = self._arena, [self.pairs[i] for i in places]
-        slots, masters = [pair.slot for pair in pairs], [self.params[i] for i in places]
+        arena, state, masters = self._arena, self._state, [self.params[i] for i in places]
+        slots = [self._first + i for i in places]
         begin = arena.offsets[slots[0]]
-        state = self._state
         # Without keys no entry is made, as torch makes none.
         rows = [[state[p][key] for p in masters] for key in self._keys]
         return Block(
             places=places,
-            slots=slots,
             piece=None,
             begin=begin,
             length=arena.end(slots[-1]) - begin,
-            strides=[self._strides[i] for i in places],
             is_small=arena.device.type == "cpu" and max(arena.lengths[i] for i in slots) <= SMALL,
             masters=masters,
             refs=[list(map(ref_of, row)) for row in rows],
             counts=[arena.count_views[slot] for slot in slots] if self._rule.counts else [],
-            targets=[pair.target for pair in pairs],
+            targets=[self.pairs[i].target for i in places],
         )
 
 
@@ -427,13 +390,10 @@ def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[
         yield [place for _, place in some]
 
 
-def _stretches(left_out: Sequence[bool], kinds: Sequence[object]) -> Iterator[tuple[int, int]]:
-    """Begin and end of each stretch of places that are of one kind, none of them left out."""
-    if not any(left_out) and kinds.count(kinds[0]) == len(kinds):  # no Python loop
-        yield 0, len(kinds)
-        return
+def _stretches(left_out: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Begin and end of each stretch of places, none of them left out."""
     end = 0
-    for (is_left_out, _), some in groupby(zip(left_out, kinds, strict=True)):
+    for is_left_out, some in groupby(left_out):
         begin, end = end, end + len(list(some))
         if not is_left_out:
             yield begin, end

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class HostArena(Arena):
         self.used_on = device
         self.memory: dict[str, Tensor] = {}
 
-    def reserve(self, key: str) -> Tensor:
+    def allocate(self, key: str) -> Tensor:
         """The buffer of ``key``, float32; zeros at first. Raises ``UnsupportedError`` where there
         is not enough memory."""
         if key not in self.memory:
@@ -48,16 +49,6 @@ class HostArena(Arena):
                 self, _release, self.memory[key], copy_streams(self.used_on), unpin
             ).atexit = False
         return self.memory[key]
-
-    def allocate(self, slots: range, key: str) -> list[Tensor]:
-        """The places of neighbours in the buffer of ``key``."""
-        memory = self.reserve(key)
-        return [self.view(memory, slot) for slot in slots]
-
-    @property
-    def versions(self) -> list[int]:
-        """Versions of the buffers, which each write to a view of them raises."""
-        return [memory._version for memory in self.memory.values()]
 
 
 def _release(memory: Tensor, streams: Sequence[Any], unpin: Callable[[], object] | None) -> None:
@@ -86,38 +77,6 @@ class WaitingState(defaultdict[Any, Any]):
         if rest is not None:
             rest()
 
-    def __getitem__(self, key: Any) -> Any:
-        self._wait()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._wait()
-        return super().__iter__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._wait()
-        return super().get(key, default)
-
-    def values(self) -> Any:
-        self._wait()
-        return super().values()
-
-    def items(self) -> Any:
-        self._wait()
-        return super().items()
-
-    def pop(self, *args: Any) -> Any:
-        self._wait()
-        return super().pop(*args)
-
-    def popitem(self) -> Any:
-        self._wait()
-        return super().popitem()
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self._wait()
-        return super().setdefault(key, default)
-
     def copy(self) -> Any:
         """A plain one."""
         self._wait()
@@ -128,3 +87,18 @@ class WaitingState(defaultdict[Any, Any]):
     def __reduce__(self) -> Any:
         self._wait()
         return defaultdict, (dict, dict(dict.items(self)))
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    read = getattr(defaultdict, name)
+
+    @wraps(read)
+    def call(self: WaitingState, *args: Any) -> Any:
+        self._wait()
+        return read(self, *args)
+
+    return call
+
+
+for _name in ("__getitem__", "__iter__", "get", "values", "items", "pop", "popitem", "setdefault"):
+    setattr(WaitingState, _name, _waiting(_name))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..devices import is_capturing
-from ..models import inert, is_compiled, is_in_backward, untraced
+from ..models import inert, is_compiled, is_in_backward, is_replaying, untraced
 from .room import Room
 
 if TYPE_CHECKING:
@@ -37,15 +36,11 @@ WRONG = 2
 
 
 class Looks:
-    """The looks of one replica, which owns them and is referred to weakly.
+    """The looks of one replica, which owns them and is referred to weakly, for its ``ring``."""
 
-    Args:
-        device: whose memory it is.
-    """
-
-    def __init__(self, replica: OffloadedReplica, device: torch.device) -> None:
-        self._replica = weakref.ref(replica)
-        self._room = Room(device)
+    def __init__(self, replica: OffloadedReplica, ring: Ring) -> None:
+        self._replica, self.ring = weakref.ref(replica), ring
+        self._room = Room(ring)
         self._hooks: list[Any] = []
         self.are_in_forward = False
         """Slots may stay after the step: looks at the forward let them go in time."""
@@ -68,17 +63,19 @@ class Looks:
         self.remove()
         chosen: Sequence[Any] = params[:: -(-len(params) // MOMENTS) or 1]
         for look, param in enumerate(chosen):
-            call = partial(_gradient_came, weakref.ref(self), look)
-            self._hooks.append(param.register_post_accumulate_grad_hook(call))
+            hook = Hook(self.gradient_came, look)
+            self._hooks.append(param.register_post_accumulate_grad_hook(hook))
         numbers = {id(param): look for look, param in enumerate(chosen)}
         for model in models:
             modules = () if any(map(is_compiled, model.modules())) else model.modules()
             for module in modules:
                 own = [numbers[id(p)] for p in module._parameters.values() if id(p) in numbers]
                 if own:
-                    hook = BeforeModule(self, FORWARD + own[0])
+                    hook = Hook(self.module_runs, FORWARD + own[0])
                     self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
                     self.are_in_forward = True
+            hook = Hook(self.before_forward)
+            self._hooks.append(model.register_forward_pre_hook(hook, prepend=True))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -91,47 +88,46 @@ class Looks:
         replica = self._replica()
         return None if replica is None or replica.is_stepping or is_capturing() else replica
 
-    def before_forward(self, counts: bool) -> None:
-        """A watched model is about to run: drop what came up for a step that did not come.
-        ``counts``: the script runs it; else a window is run again."""
+    def before_forward(self) -> None:
+        """A watched model is about to run: drop what came up for a step that did not come."""
         if (replica := self._mover) is None:
             return
+        counts = not is_replaying()  # else a window is run again
         with replica.lock:
             self._room.begin()
             self._is_evaluation = not torch.is_grad_enabled()
             if not self._is_evaluation:
                 self._forwards += counts
             else:
-                replica.ring.release_free()  # an evaluation may take the memory between two looks
-            self._wrong += replica.has_loaded_early and counts
-            replica.drop()
+                self.ring.release_free()  # an evaluation may take the memory between two looks
+            self._wrong += bool(self.ring.loaded) and counts
+            self.ring.drop()
 
     def module_runs(self, look: int) -> None:
         """In a forward: let go so many of the slots that go down that the peak does not rise."""
         if (replica := self._mover) is None or is_in_backward():
             return
         with replica.lock:
-            ring = replica.ring
-            is_known = not self._is_first and not ring.free and self._room.knows(look)
+            is_known = not self._is_first and not self.ring.free and self._room.knows(look)
             if self._is_evaluation or is_known:
                 self._room.leave_out()
             else:
                 look += FIRST if self._is_first else 0
-                ring.release_free(self._room.in_forward(look, ring.held, ring.made))
+                self.ring.release_free(self._room.left(look))
 
     def gradient_came(self, look: int) -> None:
         """In a backward, on its thread: have stretches come up where there is room."""
         if (replica := self._mover) is None:
             return
         with replica.lock:
-            self._is_first, ring = False, replica.ring
+            self._is_first = False
             is_last = self.is_last and self._forwards >= self._usual and self._wrong < WRONG
             if not is_last and self._room.knows(look):
-                ring.release_free()
+                self.ring.release_free()
                 self._room.leave_out()
                 return
-            left = self._room.in_backward(look, ring.held, ring.made)
-            ring.release_free(left)
+            left = self._room.left(look, until_step=True)
+            self.ring.release_free(left)
             if is_last:
                 try:
                     replica.come_up(left)
@@ -140,34 +136,28 @@ class Looks:
 
     def before_step(self) -> None:
         """The step begins, or the window is skipped."""
-        if replica := self._replica():
-            self._room.end(replica.ring.held, replica.ring.made)
+        self._room.end()
 
-    def after_step(self, ring: Ring) -> None:
+    def after_step(self) -> None:
         """The step has ended, or the window was skipped: let go so many slots that the peak does
         not rise until the next forward."""
         if self._forwards == self._forwards_before:
             self._usual = self._forwards
         self._forwards_before, self._forwards, self._is_first = self._forwards, 0, True
-        left = self._room.after_step(ring.held, ring.made)
-        ring.release_free(left if self.are_in_forward else 0)
+        left = self._room.after_step()
+        self.ring.release_free(left if self.are_in_forward else 0)
 
 
-class BeforeModule:
-    """A hook on a module. It refers to the looks weakly, and does nothing in a copy."""
+class Hook:
+    """Calls a method with ``args``. It refers to the object weakly, and does nothing in a copy."""
 
-    def __init__(self, looks: Looks, look: int) -> None:
-        self._looks, self._look = weakref.ref(looks), look
+    def __init__(self, method: Callable[..., None], *args: object) -> None:
+        self._method, self._args = weakref.WeakMethod(method), args
 
     def __reduce__(self) -> Any:
         return inert()
 
     @untraced
     def __call__(self, *_: object) -> None:
-        if (looks := self._looks()) is not None:
-            looks.module_runs(self._look)
-
-
-def _gradient_came(looks: weakref.ref[Looks], look: int, _: Tensor) -> None:
-    if (found := looks()) is not None:
-        found.gradient_came(look)
+        if (method := self._method()) is not None:
+            method(*self._args)

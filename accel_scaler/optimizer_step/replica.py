@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ..scaling import (
     LOW_PRECISION,
@@ -29,15 +30,18 @@ from ..scaling import (
     nothing_found,
     parameters_of,
 )
-from .arena import Held, are_same
+from .arena import Held
 from .blocks import Run, Scratch, neighbours, rule_of
 from .masters import (
+    MASTER,
     MasterRule,
     ParameterPair,
     goes_to_master,
+    is_ours,
     is_stepped,
+    keys_of,
     make_pairs,
-    shard_of,
+    without_master,
 )
 from .spot_check import SpotCheck
 from .stepper import ATTRIBUTE, raw_step
@@ -82,7 +86,7 @@ class Replica:
         """``id`` of parameters that were edited where no version counts."""
         self._ranks: dict[int, int] = {}
         """The order of the parts, by the ``id`` of parameters."""
-        self._saved: set[int] = set()
+        self.saved: set[int] = set()
         """``id`` of parameters whose masters are about to be loaded."""
         self.let_go()
 
@@ -96,44 +100,32 @@ class Replica:
         """All pairs, and the model's parameters, in the order of the parts."""
         self.part_of: dict[int, int] = {}
         """``id(parameter)`` -> how many parts must be done for it."""
-        self.has_rounded = False
-        """The model holds some parameters in less than their masters' precision."""
         self.has_masters = self.is_sharded = False
         self.copy: Any = None
-        self.has_loaded = False
-        """Masters were loaded, and the model perhaps not yet: until the next step."""
+        self.is_doubtful = False
+        """Masters were loaded, and the model perhaps not yet, or a step has failed: until the next
+        step all of it is compared."""
         self._scratch = Scratch()
-        self._removed: list[ParameterPair] = []
-        """Pairs of parameters that are in no group now, but still in the optimizer's state."""
         self._spot_check = SpotCheck((), set())
-        self.known: list[Tensor] = []
-        """The optimizer's parameters at the last :meth:`follow`, in its order."""
         self._layout: object = None
-        """Where ``known`` were, as :meth:`_layout_of` describes it."""
+        """What :meth:`_layout_of` said at the last :meth:`follow`."""
         self._shared: Held | None = None
         """The optimizer's state, when it was last shared."""
         self._stepped: list[Any] = []
         """For each key of the optimizer's state the stepped parameter; the key itself where it
         belongs to no pair."""
-        self._borrowed: list[Any] = []
-        """All values of the optimizer's state, while a step uses it."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Per group, when the state was last shared: (has a kernel, keys of state)."""
-        self._has_all_state = False
         self._launched: Calls = []
         """What :meth:`launch` has called last."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
         params = parameters_of(self.optimizer)
-        return (
-            self.copy is not None
-            and are_same(params, self.known)
-            and self._layout_of(params) == self._layout
-        )
+        return not self.saved and self._layout_of(params) == self._layout
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter's address and length (its pair keeps the memory, so no
+        """The groups' sizes; each parameter, its address and length (its pair keeps the memory, so no
         other comes to lie there), and its layout if it is not contiguous; which are trained, if
         some may need a master."""
         sharded = bool(params) and hasattr(params[0], "to_local")
@@ -144,44 +136,32 @@ class Replica:
         frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
+            list(map(id, params)),
             list(map(Tensor.data_ptr, held)),
             list(map(Tensor.numel, held)),
             [(p.size(), p.stride()) for p in filterfalse(Tensor.is_contiguous, held)],
             may_need_masters and [*map(_is_required, params), *map(is_stepped, frozen_ones)],
         )
 
-    def rounds_now(self) -> bool:
-        """What ``has_rounded`` will be after :meth:`follow`: a parameter may be unfrozen."""
-        params, rounded = parameters_of(self.optimizer), self.masters.dtypes
-        return not rounded.isdisjoint(map(_dtype_of, params)) and not rounded.isdisjoint(
-            map(_dtype_of, filter(is_stepped, params))  # a Python loop
+    def may_have_masters(self) -> bool:
+        """Whether some have masters now, or after :meth:`follow`: one may be unfrozen."""
+        params, low = parameters_of(self.optimizer), self.masters.dtypes
+        return self.has_masters or (
+            not low.isdisjoint(map(_dtype_of, params))
+            and not low.isdisjoint(map(_dtype_of, filter(is_stepped, params)))  # a Python loop
         )
 
-    def follow(self) -> bool:
-        """Take over new groups and moved or resized parameters; returns whether there were any."""
-        if self.is_current():
-            return False
-        params = parameters_of(self.optimizer)
+    def follow(self) -> None:
+        """Take over new groups and moved or resized parameters."""
         refuse_unsteppable(self.optimizer, self.masters)
-        known = [*self.pairs, *self._removed]
-        pairs = make_pairs(
-            self.optimizer, self.masters, known, self._saved, self._ranks, self.size_of
+        self.pairs = make_pairs(
+            self.optimizer, self.masters, self.pairs, self.saved, self._ranks, self.size_of
         )
-        removed, now = set(map(id, self._removed)), set(map(id, params))
-        for pair in (pair for pair in pairs if id(pair) in removed):
-            self.refresh(pair)  # it may have been written to meanwhile
-        self._removed = [
-            pair
-            for pair in known
-            if pair.is_master and id(pair.param) not in now and pair.param in self.optimizer.state
-        ]
-        self.pairs, self.known, self._saved = pairs, params, set()
-        self._layout = self._layout_of(params)
+        self._layout, self.saved = self._layout_of(parameters_of(self.optimizer)), set()
         self._make_copy()
         self._split()
-        self._spot_check = SpotCheck(pairs, self._edited)
+        self._spot_check = SpotCheck(self.pairs, self._edited)
         self._shared = None
-        return True
 
     def order_by(self, params: Iterable[Tensor]) -> None:
         """Update ``params`` in this order from now on, after those of earlier calls; others come
@@ -207,11 +187,12 @@ class Replica:
 
     def _split(self) -> None:
         """Cut the pairs into parts, in the model's order."""
+        self.rest()  # other parts know nothing of copies under way
         ranks, last = self._ranks, len(self._ranks)
         ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
         self.parts, self.ordered = [], []
         for pairs in self._cut(ordered):
-            self.parts.append(Part(pairs, len(self.ordered)))
+            self.parts.extend(self._parts_of(pairs, len(self.ordered)))
             self.ordered.extend(pairs)
         ordered = self.ordered
         self.params = [pair.param for pair in ordered]
@@ -220,7 +201,6 @@ class Replica:
             for number, part in enumerate(self.parts, 1)
             for pair in part.pairs
         }
-        self.has_rounded = any(pair.is_rounded for pair in ordered)
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
@@ -235,6 +215,9 @@ class Replica:
                 yield ordered[begin:end]
                 begin, have = end, 0
 
+    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+        return [Part(pairs, start)]
+
     def size_of(self, pair: ParameterPair) -> int:
         """Bytes of a pair's master and state."""
         return 0
@@ -246,9 +229,8 @@ class Replica:
             UnsupportedError: it cannot be stepped so; nothing was changed.
         """
         refuse_replaced(self.optimizer)
-        # Its entries of state, also those that were added since the last step.
         state = self.optimizer.state
-        self._borrowed = self._lay_out(state, grads)
+        self._lay_out(state)
         self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
@@ -257,119 +239,87 @@ class Replica:
             own.update({k: frozen(v) for k, v in group.items() if k != "params"})
 
     def give_back_state(self) -> None:
-        """Keep none of the optimizer's state: a script may take it out, to free its memory."""
-        if self.copy is not None:
-            self._borrowed, self._launched, self.copy.state = [], [], defaultdict(dict)
+        """Give the optimizer the state that a step has made, and keep none: a script may take it
+        out, to free its memory."""
+        if self.copy is None:
+            return
+        state, made = self.optimizer.state, self.copy.state
+        for pair in self.pairs if len(made) > len(self._stepped) else ():
+            if pair.param not in state and (entry := made.get(pair.stepped)):
+                state[pair.param] = entry
+        self._launched, self.copy.state = [], defaultdict(dict)
 
-    def _lay_out(self, state: dict[Any, Any], grads: Sequence[Tensor | None]) -> list[Any]:
-        """Let pairs step the optimizer's ``state`` as it is now. Returns all that is in it then."""
-        groups, shared = self.optimizer.param_groups, self._shared
-        runs = chain.from_iterable(part.runs or () for part in self.parts)
-        rule = rule_of(self.optimizer)
+    def _lay_out(self, state: dict[Any, Any]) -> None:
+        """Let pairs step the optimizer's ``state`` as it is now."""
+        rule, groups, shared = rule_of(self.optimizer), self.optimizer.param_groups, self._shared
         keys = [] if rule is None else [(rule.takes(group), rule.keys(group)) for group in groups]
-        fits = keys == self._keys and all(run.still_fits(groups[n]) for n, _, run in runs)
         values = _values_of(state)
-        is_shared = fits and shared is not None and shared.is_current([*state], values)
-        if not is_shared or not self._has_all_state:
-            stepped = [p for p, g in zip(self.params, grads, strict=False) if g is not None]
-            new = {id(p) for p in stepped if p not in state}
-            for p in parameters_of(self.optimizer) if new else ():  # torch's order
-                if id(p) in new:
-                    state[p] = {}
-                    is_shared = False
-        if is_shared:
-            return values
-        known = [pair for pair in self.pairs if pair.param in state]
-        self._has_all_state = len(known) == len(self.pairs)
-        stepped_of = {id(pair.param): pair.stepped for pair in known}
+        if keys == self._keys and shared is not None and shared.is_current([*state], values):
+            return
+        stepped_of = {id(pair.param): pair.stepped for pair in self.pairs}
         self._stepped = [stepped_of.get(id(key), key) for key in state]
         for arena in {pair.arena for pair in self.pairs}:
             arena.renew_counts()
         for pair in self.pairs:
             self._move_entry(pair, state.get(pair.param, {}))
-        values = _values_of(state)
-        self._shared, self._keys = Held([*state], values, repeat(True)), keys
+        self._shared, self._keys = Held([*state], _values_of(state), repeat(True)), keys
         for part in self.parts:
             part.runs = None
-        return values
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to the tensors that its pair steps with: shards, or for a
-        master float32 tensors on its device, in its arena."""
-        group = self.optimizer.param_groups[pair.group]
-        for key, value in entry.items() if self.has_masters or self.is_sharded else ():
-            if not isinstance(value, Tensor):
-                continue
-            value = local(value)
-            if pair.is_master:
-                value = exact(key, value.to(pair.stepped.device), group)
-            entry[key] = value
-        rule = rule_of(self.optimizer)
-        if rule is not None:
+        master float32 tensors on its device."""
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                entry[key] = self._moved(pair, key, local(value))
+        rule, group = rule_of(self.optimizer), self.optimizer.param_groups[pair.group]
+        if rule is not None and not pair.is_offloaded:
             counts = rule.counts and rule.takes(group)  # else they may be on another device
             pair.arena.adopt(pair.slot, entry, rule.keys(group), counts)
 
-    def expect_masters(self, params: Iterable[Tensor]) -> None:
-        """Masters of ``params`` are about to be loaded: :meth:`follow` makes room for them, also
-        where a parameter is frozen and may be trained again."""
-        self._saved = set(map(id, params))
-        if any(id(pair.param) in self._saved and not pair.is_master for pair in self.pairs):
-            self._layout = None
+    def _moved(self, pair: ParameterPair, key: str, value: Tensor) -> Tensor:
+        return exact(key, value.to(pair.stepped.device)) if pair.is_master else value
 
-    def apart(self, entries: dict[Any, Any]) -> Any:
-        """Entries of a state dict, with copies of the tensors in this optimizer's own memory: a
-        load writes there, one parameter after the other, while it reads the entries."""
-        held = [*_tensors_in(_values_of(self.optimizer.state)), *(p.stepped for p in self.pairs)]
-        places = {t.data_ptr() for t in map(local, held) if type(t) in (Tensor, nn.Parameter)}
-
-        def copy_of(leaf: Any) -> Any:
-            mine = local(leaf) if isinstance(leaf, Tensor) else leaf
-            return leaf.clone() if type(mine) is Tensor and mine.data_ptr() in places else leaf
-
-        return tree_map(copy_of, entries)
-
-    def load_state(self, state_dict: dict[str, Any], masters: dict[int, Any]) -> None:
-        """Load state for the stepped parameters and share it; groups are loaded already."""
-        own = self.copy.param_groups
-        # torch casts state to its parameter's device: what rests in host memory stays there.
-        keys = {
-            pair.stepped: torch.empty(0) if pair.is_offloaded else pair.stepped
-            for pair in self.pairs
-        }
-        self.copy.param_groups = [
-            {**group, "params": [keys[p] for p in group["params"]]} for group in own
-        ]
-        Optimizer.load_state_dict(self.copy, state_dict)
-        self.copy.param_groups = own
-        saved = list(chain.from_iterable(g["params"] for g in state_dict["param_groups"]))
-        state = self.optimizer.state
-        state.clear()
-        state.update({k: v for k, v in self.copy.state.items() if not isinstance(k, Tensor)})
-        for pair, index in zip(self.pairs, saved, strict=True):
-            entry = self.copy.state.get(keys[pair.stepped])
-            if entry is not None and not is_empty(entry):
-                if isinstance(entry, dict):
-                    self._move_entry(pair, entry)
-                state[pair.param] = entry
+    def load_state(self, state_dict: dict[str, Any]) -> None:
+        """Load masters, with their state, and state in host memory; torch has loaded the rest."""
+        self.rest()
+        for pair, key in zip(self.pairs, keys_of(state_dict), strict=True):
+            saved = state_dict["state"].get(key, {})
+            if is_ours(pair) and (own := without_master(saved)):
+                self._move_entry(pair, own)
+                self.optimizer.state[pair.param] = own
             if pair.is_master:
-                master = masters.get(index)
-                loaded = pair.target if master is None else shard_of(master, pair.param)
-                pair.stepped.data.copy_(loaded)
-        self._shared, self.has_loaded = None, True
+                master = saved.get(MASTER)
+                pair.stepped.data.copy_(pair.target if master is None else local(master))
+        self._shared, self.is_doubtful = None, True
         self.give_back_state()
 
     def take_edits(self) -> list[Tensor]:
         """Before a step, while the model has the masters' values: copy to the masters all edits
-        that no version counts (``p.data``). Returns the edited parameters.
+        that no version counts (``p.data``). Returns the edited parameters, unless any may be.
 
         Reads samples of all masters and parameters. Synchronises with the device.
         """
-        edited = self._spot_check.find()
-        if self.has_loaded:  # the model, too, by now, perhaps through ``.data``
-            edited = [pair for pair in self.pairs if pair.is_offloaded or pair.is_edited]
-        for pair in edited:
-            self.refresh(pair)
-        return [pair.param for pair in edited if not (self.has_loaded and pair.is_offloaded)]
+        with self.lock:
+            if self.is_doubtful:
+                self.refresh(self.pairs)
+                return []
+            edited = self._spot_check.find()
+            self.refresh(edited)
+            return [pair.param for pair in edited]
+
+    def refresh(self, pairs: Sequence[ParameterPair]) -> None:
+        """Let the masters of edited parameters take their values."""
+        with self.lock:
+            if pairs:
+                self.rest()
+            for pair in pairs:
+                pair.refresh()
+
+    # What only state in host memory needs.
+
+    def watch(self, model: Module) -> None:
+        """``model`` is about to be trained."""
 
     def before_backward(self, is_last: bool) -> None:
         """As :meth:`Stepper.before_backward`."""
@@ -380,18 +330,6 @@ class Replica:
     def rest(self) -> None:
         """Wait until masters and state are the newest where they rest."""
 
-    def take_noted_edits(self) -> None:
-        """Let masters have what :meth:`refresh` has left to the next step. Call it before they are
-        read."""
-
-    def refresh(self, pair: ParameterPair) -> None:
-        """Let the master of an edited parameter take its values, on the device at the next step
-        where it rests in host memory."""
-        if pair.is_offloaded:
-            pair.is_edited_since = pair.is_master
-        else:
-            pair.refresh()
-
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
     ) -> None:
@@ -401,7 +339,8 @@ class Replica:
         if calls and all(run.takes(mine) for _, run, mine in calls):
             self._call_runs(calls, deferred, publishes=True)
             return
-        self._step_in_python(part, self.bring(part.pairs, grads, deferred))
+        params, final = [p.stepped for p in part.pairs], self.bring(part.pairs, grads, deferred)
+        self.step_these(params, final, part.groups, self.copy.state)
         for pair in part.pairs:
             pair.publish()
 
@@ -429,8 +368,8 @@ class Replica:
         in_place = deferred and not all(g is None or g.dtype in LOW_PRECISION for g in grads)
         return (
             all(self._runs_of(part) for part in self.parts)
-            and all(run.has_state and run.takes(mine) for _, run, mine in self._launched)
-            and not (in_place or self.has_loaded or self.is_sharded)
+            and all(run.takes(mine) for _, run, mine in self._launched)
+            and not (in_place or self.is_doubtful or self.is_sharded)
             and self._spot_check.can_send
         )
 
@@ -466,34 +405,42 @@ class Replica:
 
     def _runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
         """What may step a part by calls of a fused kernel; []: none is known."""
-        if part.runs is None:
-            part.runs = list(self._make_runs(part))
-        return part.runs
-
-    def _make_runs(self, part: Part) -> Iterator[tuple[int, list[int], Run]]:
         rule = rule_of(self.optimizer)
         if rule is None:
-            return
-        for number, places in part.groups.items():
-            group = self.copy.param_groups[number]
-            for some in neighbours(part.pairs, places):
-                pairs = [part.pairs[place] for place in some]
-                yield number, some, Run(pairs, rule, group, self.copy, self._scratch)
+            return []
+        if part.runs is None:
+            part.runs = []
+            for number, places in part.groups.items():
+                group = self.copy.param_groups[number]
+                for some in neighbours(part.pairs, places):
+                    pairs = [part.pairs[place] for place in some]
+                    run = Run(pairs, rule, group, self.copy, self._scratch)
+                    part.runs.append((number, some, run))
+        return part.runs
 
-    def _step_in_python(self, part: Part, grads: list[Tensor | None]) -> None:
-        """The optimizer's own step on the part."""
-        params = [pair.stepped for pair in part.pairs]
-        whole = self.copy.param_groups
-        self.copy.param_groups = [
+    def step_these(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        groups: Mapping[int, Sequence[int]],
+        state: dict[Any, Any],
+    ) -> None:
+        """The optimizer's own step on ``params`` and their ``state``. ``groups``: the places of
+        each group's parameters among them."""
+        copy, whole, states = self.copy, self.copy.param_groups, self.copy.state
+        copy.state = state
+        copy.param_groups = [
             {**whole[number], "params": [params[place] for place in places]}
-            for number, places in part.groups.items()
+            for number, places in groups.items()
         ]
         try:
             for p, grad in zip(params, grads, strict=True):
+                if grad is not None and grad.dtype is not p.dtype:
+                    p.grad_dtype = grad.dtype
                 p.grad = grad
             self.call_step(params)
         finally:
-            self.copy.param_groups = whole
+            copy.param_groups, copy.state = whole, states
             for p in params:
                 p.grad = None
 
@@ -511,15 +458,9 @@ class Replica:
             del copy.grad_scale, copy.found_inf
 
 
-def exact(key: str, value: Tensor, group: Mapping[str, Any]) -> Tensor:
+def exact(key: str, value: Tensor) -> Tensor:
     """A tensor of state as a master's: in float32."""
-    if key == "step" or not value.is_floating_point() or value.dtype is torch.float32:
-        return value
-    found = value.float()
-    if key == "sum":  # Adagrad's __init__ has rounded it
-        first = group["initial_accumulator_value"]
-        found.masked_fill_(value == first, first)
-    return found
+    return value.float() if key != "step" and value.is_floating_point() else value
 
 
 def frozen(value: Any) -> Any:
@@ -538,12 +479,3 @@ def _values_of(state: Mapping[Any, Any]) -> list[Any]:
     """All values in the entries of parameters."""
     entries = [entry for key, entry in state.items() if isinstance(key, Tensor)]
     return list(chain.from_iterable(map(dict.values, entries)))
-
-
-def _tensors_in(values: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def is_empty(entry: Any) -> bool:
-    """Whether a parameter's state was made for sharing, and never filled."""
-    return isinstance(entry, dict) and not entry

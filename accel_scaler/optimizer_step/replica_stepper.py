@@ -11,8 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 
 from ..errors import OrderError, StepError, UnsupportedError, listed
-from ..models import inert, is_replaying, untraced
 from ..scaling import (
     MAX_NAMES,
     DeferredUnscale,
@@ -33,10 +30,10 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .masters import MASTER, MasterRule, entry_of, is_stepped, without_master
+from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of
 from .offloaded import OffloadedReplica
 from .owners import own_parameters
-from .replica import Replica, is_empty
+from .replica import Replica
 from .state_dicts import StateDictHooks
 from .stepper import (
     Stepper,
@@ -50,8 +47,6 @@ from .stepper import (
 from .supported_optimizers import refuse_overlapping
 
 logger = logging.getLogger("accel_scaler")
-
-_version_of = attrgetter("_version")
 
 
 class ReplicaStepper(Stepper):
@@ -91,8 +86,6 @@ class ReplicaStepper(Stepper):
         self._logged_edits = False
         self._launched: tuple[list[Tensor | None], SentCheck, StepTiming] | None = None
         """Between :meth:`launch` and :meth:`conclude`: the gradients, and what decides."""
-        self._forwards: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
-        """Handles of the hooks before a watched model's forward."""
         register(self)
         try:
             self._hooks = StateDictHooks(self)
@@ -111,15 +104,8 @@ class ReplicaStepper(Stepper):
         return self._holder is not None and self._holder() is None
 
     def watch(self, model: Module) -> None:
-        """Learn of each forward of ``model``, if it has parameters of the optimizer."""
-        replica = self.replica
-        if not isinstance(replica, OffloadedReplica) or model in self._forwards:
-            return
-        mine = set(map(id, parameters_of(self.optimizer)))
-        if not mine.isdisjoint(map(id, Module.parameters(model))):
-            hook = BeforeForward(replica)
-            self._forwards[model] = model.register_forward_pre_hook(hook, prepend=True)
-            replica.watch(model)
+        """``model`` is about to be trained, and may have parameters of the optimizer."""
+        self.replica.watch(model)
 
     def before_backward(self, is_last: bool) -> None:
         self.replica.before_backward(is_last)
@@ -140,7 +126,7 @@ class ReplicaStepper(Stepper):
         """Some parameters are float16 or bfloat16 with masters: their gradients stay scaled."""
         if not self.replica.pairs:
             self.refresh()
-        return self.replica.has_rounded or self.replica.rounds_now()
+        return self.replica.may_have_masters()
 
     # Following changes from outside.
 
@@ -154,20 +140,13 @@ class ReplicaStepper(Stepper):
 
     def _follow_parameters(self) -> None:
         self._refuse_overlapping()
-        replica = self.replica
-        known = dict(zip(map(id, replica.known), self._versions, strict=False))
-        replica.follow()
+        self.replica.follow()
         self._note_versions()
-        if self._versions:
-            self._versions = [
-                known.get(id(p), version)
-                for p, version in zip(replica.known, self._versions, strict=True)
-            ]
         own_parameters(self)
 
     def _note_versions(self) -> None:
-        params = self.replica.known if self.replica.has_masters else ()
-        self._versions = list(map(_version_of, params))
+        pairs = self.replica.pairs if self.replica.has_masters else ()
+        self._versions = [pair.param._version for pair in pairs]
 
     def _follow_edits(self) -> None:
         known = self._versions
@@ -175,20 +154,18 @@ class ReplicaStepper(Stepper):
         if known == self._versions:
             return
         versions = zip(self.replica.pairs, self._versions, known, strict=False)
-        for pair in [pair for pair, now, before in versions if now != before]:
-            self.replica.refresh(pair)
+        self.replica.refresh([pair for pair, now, before in versions if now != before])
 
     def follow_unseen_edits(self) -> None:
         """Copy edits made through ``.data`` to the masters, as a step does, before these are
         read."""
         with torch.inference_mode(False):
-            if self.replica.has_masters:
-                self._take_edits()
+            self._take_edits()
 
     def _begin_update(self) -> None:
         """On the thread that steps: let masters take edits before they overwrite the model."""
         self._take_edits()
-        self.replica.has_loaded = False
+        self.replica.is_doubtful = False
 
     def _take_edits(self) -> None:
         edited = self.replica.take_edits() if self.replica.has_masters else []
@@ -237,27 +214,25 @@ class ReplicaStepper(Stepper):
             )
         self.refresh()
 
+    @torch.no_grad()
     def launch(
         self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
     ) -> bool:
         if self._step_hooks("post") or self.replica.masters.on_host or is_replaced(self.optimizer):
             return False
         self._get_ready()
-        grads = [p.grad for p in self.replica.params]
+        grads, self._launched = [p.grad for p in self.replica.params], None
         if self.reads_beside or not has_state(self.optimizer):
             return False
-        with torch.no_grad():
+        try:
             self.replica.prepare(grads)
-            if not self.replica.can_launch(grads, deferred):
-                self.replica.give_back_state()
-                return False
-            self.timing = timing = StepTiming(time.perf_counter(), inline=True)
-            try:
+            if self.replica.can_launch(grads, deferred):
+                self.timing = timing = StepTiming(time.perf_counter(), inline=True)
                 self._launched = grads, self.replica.launch(deferred, sent), timing
-            except BaseException:
+        finally:
+            if self._launched is None:
                 self.replica.give_back_state()
-                raise
-        return True
+        return self._launched is not None
 
     @torch.no_grad()
     def conclude(self, has_moved: bool) -> bool:
@@ -274,17 +249,18 @@ class ReplicaStepper(Stepper):
     @torch.no_grad()
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         replica, done = self.replica, 0
+        self._begin_update()
         replica.prepare(grads)
         self.steps += 1
         self.timing = timing = StepTiming(time.perf_counter(), inline=True)
         held = [None if grad is None else local(grad) for grad in grads]
         self.optimizer.__dict__["_opt_called"] = True  # what an LR scheduler's wrapper sets
         try:
-            self._begin_update()
             for part in replica.parts:
                 replica.step_part(part, held[part.start : part.end], deferred)
                 done += 1
         except BaseException as error:
+            replica.is_doubtful = True
             failure = self._failure(error, self.steps, done, "training")
             if isinstance(error, Exception):
                 raise failure from error
@@ -317,12 +293,9 @@ class ReplicaStepper(Stepper):
         )
 
     def _forbid_sparse(self, grads: Sequence[Tensor | None]) -> None:
-        replica = self.replica
-        is_plain = not (replica.has_masters or replica.masters.on_host)
-        pairs = () if is_plain else replica.ordered
-        for pair, grad in zip(pairs, grads, strict=False):
-            is_copied = pair.is_master or pair.is_offloaded
-            if grad is not None and is_copied and grad.layout is not torch.strided:
+        has_any = self.replica.has_masters or self.replica.masters.on_host
+        for pair, grad in zip(self.replica.ordered if has_any else (), grads, strict=False):
+            if grad is not None and grad.layout is not torch.strided and is_ours(pair):
                 raise UnsupportedError(
                     f"{self._names([pair.param])} has a sparse gradient, which offload and float32 "
                     "copies (masters) do not take. Use Embedding(sparse=False), or float32 "
@@ -331,35 +304,28 @@ class ReplicaStepper(Stepper):
 
     def _step_hooks(self, when: str) -> list[Callable[..., Any]]:
         """The optimizer's own step hooks and the global ones, in torch's order."""
-        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks", {}).values()
-        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks", {}).values()
+        everywhere = getattr(optimizer_module, f"_global_optimizer_{when}_hooks").values()
+        own = getattr(self.optimizer, f"_optimizer_step_{when}_hooks").values()
         return [*everywhere, *own] if when == "pre" else [*own, *everywhere]
 
     def _run_hooks(self, when: str) -> None:
         """Call the step hooks on the training thread, as torch does."""
-        arguments: Any = (self.optimizer,), {}
         hooks = self._step_hooks(when)
         if hooks:
             self.synchronize()  # they see the state after the update, the last or the present one
         for hook in hooks:
-            result = hook(self.optimizer, *arguments)
-            if when == "pre" and result is not None and result != arguments:
-                raise UnsupportedError(
-                    f"a step pre-hook of {type(self.optimizer).__name__} returned other arguments, "
-                    "expected None: step() is called without arguments here. Change the gradients "
-                    "in the hook instead."
-                )
+            hook(self.optimizer, (self.optimizer,), {})
 
     # Loading and closing.
 
     def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        """Before the optimizer loads ``state_dict``: make room for masters."""
+        """Before the optimizer loads ``state_dict``: make room for masters, also where a parameter
+        is frozen and may be trained again."""
         self.synchronize()
-        keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         # Not strict: torch refuses a state dict of another number of parameters.
-        params = zip(keys, parameters_of(self.optimizer), strict=False)
+        params = zip(keys_of(state_dict), parameters_of(self.optimizer), strict=False)
         entries = state_dict["state"]
-        self.replica.expect_masters(p for key, p in params if MASTER in entry_of(entries, key))
+        self.replica.saved = {id(p) for key, p in params if MASTER in entries.get(key, {})}
         self.refresh()
 
     def load(self, state_dict: dict[str, Any]) -> None:
@@ -367,15 +333,9 @@ class ReplicaStepper(Stepper):
 
         A saved ``master`` counts as far as it rounds to the model's present parameter.
         """
-        replica, entries = self.replica, state_dict["state"]
         with torch.inference_mode(False):
-            if replica.masters.on_host or self.keeps_scaled:
-                if not replica.is_current():
-                    self.refresh()
-                rest = {k: without_master(entry) for k, entry in entries.items()}
-                masters = {k: entry_of(entries, k).get(MASTER) for k in entries}
-                replica.load_state({**state_dict, "state": rest}, masters)
-                self._note_versions()
+            self.replica.load_state(state_dict)
+            self._note_versions()
         self.refresh()
 
     def close(self, is_replaced: bool = False) -> None:
@@ -385,17 +345,11 @@ class ReplicaStepper(Stepper):
             return
         self.is_closed = True
         unregister(self.optimizer)
-        state = self.optimizer.state
-        for p in [p for p, entry in state.items() if isinstance(p, Tensor) and is_empty(entry)]:
-            del state[p]
         try:
             if not is_replaced:
                 self._hooks.give_state_back()
         finally:
             self._hooks.remove()
-            for handle in self._forwards.values():
-                handle.remove()
-            self._forwards.clear()
             del self._hooks  # a cycle would keep the masters until it is collected
             self.replica.let_go()
             self._versions = []
@@ -411,22 +365,6 @@ class ReplicaStepper(Stepper):
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
-
-
-class BeforeForward:
-    """A hook on a whole model. It refers to the replica weakly, and does nothing in a copy of the
-    model."""
-
-    def __init__(self, replica: OffloadedReplica) -> None:
-        self._replica = weakref.ref(replica)
-
-    def __reduce__(self) -> Any:
-        return inert()
-
-    @untraced
-    def __call__(self, *_: object) -> None:
-        if (replica := self._replica()) is not None:
-            replica.before_forward(counts=not is_replaying())
 
 
 def _close_left(stepper: Stepper | None) -> None:

@@ -1,6 +1,6 @@
-"""Slots of device memory through which state in host memory passes, block after block.
+"""Slots of device memory through which state in host memory passes, stretch after stretch.
 
-Three streams take part. *Up* copies a block from host memory into a slot, the training stream
+Three streams take part. *Up* copies a stretch from host memory into a slot, the training stream
 steps it there, *down* copies it back:
 
     up        load 0   load 1   load 2   load 3   load 4
@@ -11,7 +11,7 @@ Note [Order of the streams]
 ---------------------------
 A slot's memory comes from the pool of the training stream, which may still use it for what it held
 before: up waits for that stream once, when the slot is made. From then on events order all: a load
-waits until the slot's last store has ended, and the block's own, whose result it reads; the step
+waits until the slot's last store has ended, and the stretch's own, whose result it reads; the step
 waits for the load, the store for the step. When a slot is let go, the stream that it was made on
 waits for its last copy, and then uses the memory as its own. (``record_stream`` would have the
 allocator wait for the host to see that copy's end. The host is far ahead by then, so memory would
@@ -22,14 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
-from weakref import WeakSet
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..devices import on_stream, present_stream
 from .arena import ALIGNED
+
+if TYPE_CHECKING:
+    from .offloaded import Stretch
 
 GRAIN = 128
 """Elements: allocators count in 512 bytes."""
@@ -38,17 +41,8 @@ COUNT = 4
 """Slots in a ring: one is stepped, two are loaded, one is stored."""
 
 
-class Block:
-    """A stretch of host memory that is copied as one: float32, shape (length,), for each key."""
-
-    def __init__(self, begin: int, length: int) -> None:
-        self.begin, self.length = begin, length
-        self.stored: Any = None
-        """The event at the end of its last store."""
-
-
 class Slot:
-    """Device memory for one block at a time."""
+    """Device memory for one stretch at a time."""
 
     def __init__(self, memory: Tensor, stream: Any) -> None:
         self.memory, self.stream = memory, stream
@@ -56,15 +50,8 @@ class Slot:
         self.views: dict[str, Tensor] = {}
         """What is in it: for each key shape (length,)."""
         self.loaded: Any = None
-        """The event at the end of its last load."""
         self.stored: Any = None
-        """The event at the end of its last store."""
-        self.unfinished: Any = None
-        """The stream that has begun a copy, until that has its event: Ctrl-C may come between."""
-
-    @property
-    def bytes(self) -> int:
-        return self.memory.nbytes
+        """The events at the end of its last load and store."""
 
 
 class Ring:
@@ -75,93 +62,96 @@ class Ring:
         self.up, self.down = copy_streams(device)
         self.free: list[Slot] = []
         """Slots that hold nothing; the first was stored first."""
+        self.loaded: dict[Stretch, Slot] = {}
+        """Stretches that are in slots."""
         self.made = 0
         """Bytes of all slots ever made."""
-        self._slots: WeakSet[Slot] = WeakSet()
-        """Slots that were made and not released."""
         self.is_settled = True
         """The host has waited for all stores."""
 
     @property
     def held(self) -> int:
         """Bytes in slots now."""
-        return sum(slot.bytes for slot in self._slots)
+        return sum(slot.memory.nbytes for slot in chain(self.free, self.loaded.values()))
 
     @property
     def _stream(self) -> Any:
         """The stream that this thread uses."""
         return present_stream(self.device)
 
-    def make(self, length: int) -> Slot:
-        """A new slot for ``length`` elements, made on the stream that this thread uses. Raises
+    def make(self, length: int) -> None:
+        """Make a free slot for ``length`` elements on the stream that this thread uses. Raises
         ``torch.OutOfMemoryError``."""
         length = -(-length // GRAIN) * GRAIN
         memory = torch.empty(length, dtype=torch.float32, device=self.device)
-        slot = Slot(memory, self._stream)
-        self._slots.add(slot)
-        self.made += slot.bytes
+        self.made += memory.nbytes
         self.up.wait_stream(self._stream)
-        return slot
+        self.free.append(Slot(memory, self._stream))
 
-    def release_smaller(self, length: int) -> None:
-        """Release free slots with less than ``length`` elements."""
-        for slot in [slot for slot in self.free if slot.memory.numel() < length]:
-            self.release(slot)
-            self.free.remove(slot)
-
-    def load(self, slot: Slot, block: Block, sources: dict[str, Tensor]) -> None:
-        """Copy a block's memory of each key into ``slot``."""
-        space = -(-block.length // ALIGNED) * ALIGNED
-        for before in (slot.stored, block.stored):
+    def load(self, stretch: Stretch) -> None:
+        """Copy a stretch's host memory into the first free slot."""
+        slot, length = self.free.pop(0), stretch.length
+        self.loaded[stretch], sources = slot, stretch.homes
+        space = -(-length // ALIGNED) * ALIGNED
+        for before in (slot.stored, stretch.stored):
             if before is not None:
                 self.up.wait_event(before)
         slot.views = {
-            key: slot.memory[i * space : i * space + block.length] for i, key in enumerate(sources)
+            key: slot.memory[i * space : i * space + length] for i, key in enumerate(sources)
         }
-        slot.unfinished = self.up
         with on_stream(self.up):
             for key, source in sources.items():
                 slot.views[key].copy_(source, non_blocking=True)
-        slot.loaded, slot.unfinished = self._end_of(self.up), None
+        slot.loaded = self._end_of(self.up)
 
-    def begin(self, slot: Slot) -> None:
-        """The stream that this thread uses waits for the load of ``slot``."""
+    def begin(self, stretch: Stretch) -> dict[str, Tensor]:
+        """What a stretch's slot holds, once the stream that this thread uses has waited for it."""
+        slot = self.loaded[stretch]
         self._stream.wait_event(slot.loaded)
+        return slot.views
 
-    def store(self, slot: Slot, block: Block, targets: dict[str, Tensor]) -> None:
-        """Copy ``slot`` to a block's memory, once the stream that this thread uses is here. It is
-        free then."""
+    def store(self, stretch: Stretch) -> None:
+        """Copy a stretch's slot to host memory, once the stream that this thread uses is here. The
+        slot is free then."""
+        slot, self.is_settled = self.loaded[stretch], False
         self.down.wait_stream(self._stream)
-        slot.unfinished = self.down
         with on_stream(self.down):
-            for key, target in targets.items():
+            for key, target in stretch.homes.items():
                 target.copy_(slot.views[key], non_blocking=True)
-        slot.stored = block.stored = self._end_of(self.down)
-        slot.unfinished = None
-        self.is_settled = False
-        self.free.append(slot)
+        slot.stored = stretch.stored = self._end_of(self.down)
+        self.free.append(self.loaded.pop(stretch))
 
     def _end_of(self, stream: Any) -> Any:
         event = torch.Event(self.device)  # the class of the streams: no other knows them
         event.record(stream)
         return event
 
-    def release(self, slot: Slot) -> None:
+    def drop(self) -> None:
+        """Give the memory of all that is up back."""
+        for slot in self.loaded.values():
+            slot.stream.wait_stream(self.up)  # its load may have been interrupted
+            self._release(slot)
+        self.loaded.clear()
+
+    def _release(self, slot: Slot) -> None:
         """Give a slot's memory back to its stream, which waits for the copies first."""
         for event in (slot.loaded, slot.stored):
             if event is not None:
                 slot.stream.wait_event(event)
-        if slot.unfinished is not None:
-            slot.stream.wait_stream(slot.unfinished)
         if slot.stream != self._stream:
             slot.stream.wait_stream(self._stream)
-        self._slots.discard(slot)  # Ctrl-C may come before the caller has let it go
+
+    def release_smaller(self, length: int) -> None:
+        """Release free slots with less than ``length`` elements."""
+        for slot in [slot for slot in self.free if slot.memory.numel() < length]:
+            self._release(slot)
+            self.free.remove(slot)
 
     def release_free(self, allowed: int = 0) -> None:
         """Release free slots, the first stored first, until all slots have ``allowed`` bytes."""
         while self.free and self.held > allowed:
-            self.release(self.free[0])
-            self.free.pop(0)  # only now: after Ctrl-C it is let go once more
+            self._release(self.free[0])
+            self.free.pop(0)
 
     def settle(self) -> None:
         """Wait until all stores have ended: host memory may be read and written from here on."""

@@ -18,9 +18,8 @@ though the window is no larger, so much less is left to slots from then on.
 
 from __future__ import annotations
 
-import torch
-
 from ..devices import memory_use
+from .ring import Ring
 
 STEP, AFTER = -1, -2
 """The looks at the begin of the step, and at its end."""
@@ -31,10 +30,10 @@ may keep its losses."""
 
 
 class Room:
-    """Measures the memory of one device in each window."""
+    """Measures the memory of a ring's device in each window."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
         self._peak = self._reserve = 0
         """Bytes: of the run's peak, and of its rises while slots were up."""
         self._own: dict[int, int] = {}
@@ -51,29 +50,22 @@ class Room:
         self._is_larger = False
         """This window is larger than any before."""
 
-    def in_forward(self, look: int, held: int, made: int) -> int:
-        """The bytes that slots may keep until the next look.
+    def left(self, look: int, until_step: bool = False) -> int:
+        """The bytes that slots may have until the next look, or until the step.
 
         Args:
             look: the number of this moment, the same in each window.
-            held, made: bytes in slots now, and of all that were ever made.
         """
-        most = self._most.get(look)
-        is_known = self._note(look, held, made) and most is not None
+        most = (self._ahead if until_step else self._most).get(look)
+        is_known = self._note(look)
         return self._peak - self._reserve - most if is_known and most is not None else 0
 
-    def in_backward(self, look: int, held: int, made: int) -> int:
-        """The bytes that slots may take until the step; as :meth:`in_forward`."""
-        most = self._ahead.get(look)
-        is_known = self._note(look, held, made) and most is not None
-        return self._peak - self._reserve - most if is_known and most is not None else 0
-
-    def _note(self, look: int, held: int, made: int) -> bool:
+    def _note(self, look: int) -> bool:
         """Note a moment; False: nothing is known, or too little."""
-        use = memory_use(self._device)
+        use = memory_use(self._ring.device)
         if use is None:
             return False
-        own, ever = use.now - held, use.ever - made
+        own, ever = use.now - self._ring.held, use.ever - self._ring.made
         if self._last is not None:
             before, had, until = self._last
             self._most[before] = max(had + ever - until, self._most.get(before, 0))
@@ -96,24 +88,24 @@ class Room:
         """A forward begins."""
         self._order = []
 
-    def end(self, held: int, made: int) -> None:
+    def end(self) -> None:
         """The step begins, or the window is skipped."""
         if not self._order:
             return
-        self._note(STEP, held, made)
+        self._note(STEP)
         most = self._own[STEP]
         for look in reversed(self._order[:-1]):
             most = max(most, self._most.get(look, 0))
             self._ahead[look] = most
         self.begin()
 
-    def after_step(self, held: int, made: int) -> int:
-        """The step has ended; as :meth:`in_forward`."""
-        use = memory_use(self._device)
+    def after_step(self) -> int:
+        """The step has ended; as :meth:`left`."""
+        use = memory_use(self._ring.device)
         if use is not None and use.peak > self._peak + self._reserve:
             if self._is_larger or not self._peak:
                 self._peak = use.peak
             else:
                 self._reserve = use.peak - self._peak
         self._is_larger, self._last = False, None
-        return self.in_forward(AFTER, held, made)
+        return self.left(AFTER)

@@ -34,36 +34,35 @@ class SpotCheck:
     def __init__(self, pairs: Sequence[ParameterPair], edited: set[int]) -> None:
         self._pairs = [pair for pair in pairs if pair.is_master and pair.target.numel()]
         self._edited = edited
-        joinable: dict[object, list[ParameterPair]] = {}
+        alike: dict[object, list[ParameterPair]] = {}
         for pair in self._pairs:
-            master, target = pair.stepped, pair.target
-            if master.stride() == target.stride() and is_dense(target):
+            target = pair.target
+            if pair.stepped.stride() == target.stride() and is_dense(target):
                 is_large = target.numel() > MAX_WHOLE
-                kind = is_large, target.dtype, target.device, master.device, pair.is_offloaded
-                joinable.setdefault(kind, []).append(pair)
+                kind = is_large, target.dtype, target.device, pair.is_offloaded
+                alike.setdefault(kind, []).append(pair)
             else:
                 edited.add(id(pair.param))
-        self._samples = [_Samples(mine) for mine in joinable.values()]
+        self._samples = [_Samples(mine) for mine in alike.values()]
 
     @torch.no_grad()
     def find(self) -> list[ParameterPair]:
-        """Pairs whose parameter is not its rounded master. Waits for the device."""
+        """Pairs whose parameter is not its rounded master, or, in host memory, may not be. Waits
+        for the device."""
         found = {id(pair) for samples in self._samples for pair in samples.find()}
-        edited = []
-        for pair in self._pairs if found or self._edited else ():
-            if id(pair.param) in self._edited and pair.is_offloaded:
-                pair.is_edited_since = True
-            if id(pair) in found or (
-                id(pair.param) in self._edited and not pair.is_offloaded and pair.is_edited
-            ):
-                edited.append(pair)
+        edited = [
+            pair
+            for pair in (self._pairs if found or self._edited else ())
+            if id(pair) in found
+            or (id(pair.param) in self._edited and (pair.is_offloaded or pair.is_edited))
+        ]
         self._edited.update(id(pair.param) for pair in edited)
         return edited
 
     @property
     def can_send(self) -> bool:
-        """Whether samples on the parameters' own device tell of all edits."""
-        return not self._edited and not any(samples.is_offloaded for samples in self._samples)
+        """Whether samples tell of all edits."""
+        return not self._edited
 
     @torch.no_grad()
     def send(self, sent: SentCheck) -> SentCheck:
@@ -71,7 +70,7 @@ class SpotCheck:
         not synchronise."""
         if not self._samples:
             return sent
-        unlike = [samples.are_unlike().float() for samples in self._samples]
+        unlike = [torch.ne(*samples.both()).any().float() for samples in self._samples]
         return send_flag(torch.stack([sent.found_inf, *unlike]).amax())
 
     @torch.no_grad()
@@ -82,7 +81,7 @@ class SpotCheck:
 
 
 class _Samples:
-    """Views of samples of pairs alike in dtype and devices: made once, joined to be compared.
+    """Views of samples of pairs alike in dtype and device: made once, joined to be compared.
 
     Masters in host memory may still be on their way there. Those samples are compared with what the
     parameters were after the step.
@@ -90,45 +89,30 @@ class _Samples:
 
     def __init__(self, pairs: Sequence[ParameterPair]) -> None:
         self._pairs, self._dtype = pairs, pairs[0].target.dtype
-        # As integers: NaN is equal to itself, and autocast does not look at them.
-        self._bits = torch.int16 if self._dtype.itemsize == 2 else torch.int32
         self._after_step: Tensor | None = None
         self._masters = [_sample(pair.stepped.detach()) for pair in pairs]
-        self._targets = [_sample(pair.target).view(self._bits) for pair in pairs]
-        self._sizes = list(map(Tensor.numel, self._targets))
-        rest = -sum(self._sizes) % 4
-        for views in (self._masters, self._targets) if rest else ():
-            views.append(views[0].new_zeros(rest))
-        self.is_offloaded = pairs[0].is_offloaded
+        # As integers: NaN is equal to itself, and autocast does not look at them.
+        self._targets = [_sample(pair.target).view(torch.int16) for pair in pairs]
         self.note()
 
     def note(self) -> None:
-        if self.is_offloaded:
-            self._after_step = torch.cat(self._targets).flatten()
+        if self._pairs[0].is_offloaded:
+            self._after_step = torch.cat(self._targets)
 
-    def _both(self) -> tuple[Tensor, Tensor]:
+    def both(self) -> tuple[Tensor, Tensor]:
         """The masters' samples, rounded, and the parameters', as integers."""
         rounded = self._after_step
         if rounded is None:
-            masters = torch.cat(self._masters)
-            rounded = masters.to(self._dtype).view(self._bits).flatten()
-        return rounded, torch.cat(self._targets).to(rounded.device).flatten()
-
-    def are_unlike(self) -> Tensor:
-        """Whether some sample of a parameter is not its master's, shape (). Does not
-        synchronise."""
-        rounded, now = self._both()
-        return (rounded != now).any()
+            rounded = torch.cat(self._masters).to(self._dtype).view(torch.int16)
+        return rounded, torch.cat(self._targets)
 
     def find(self) -> list[ParameterPair]:
         """Pairs of which the parameter's sample is not the master's, rounded."""
-        rounded, now = self._both()
-        # Eight bytes at once: torch compares two at once four times as slowly.
-        if torch.equal(rounded.view(torch.int64), now.view(torch.int64)):
+        rounded, now = self.both()
+        if torch.equal(rounded, now):
             return []
-        unlike = (rounded != now)[: sum(self._sizes)]
-        parts = zip(self._pairs, torch.split(unlike, self._sizes), strict=True)
-        return [pair for pair, part in parts if bool(part.any())]
+        parts = torch.split(rounded != now, [len(target) for target in self._targets])
+        return [pair for pair, part in zip(self._pairs, parts, strict=True) if bool(part.any())]
 
 
 def _sample(t: Tensor) -> Tensor:

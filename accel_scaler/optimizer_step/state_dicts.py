@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 from torch.utils import dlpack
 
 from ..errors import UnsupportedError
-from ..scaling import parameters_of
-from .masters import MASTER, ParameterPair, without_master
-from .replica import is_empty
+from .masters import MASTER, ParameterPair, is_ours, keys_of, without_master
 
 if TYPE_CHECKING:
     from .replica_stepper import ReplicaStepper
@@ -46,78 +44,63 @@ class StateDictHooks:
 
     def give_state_back(self) -> None:
         """Move state of masters to the parameters' device and dtype, make DTensors of shards."""
-        optimizer, replica = self._stepper.optimizer, self._stepper.replica
-        # Without pairs nothing was stepped or loaded, and ``keeps_scaled`` would make pairs.
-        if not replica.pairs or not (
-            replica.masters.on_host or self._stepper.keeps_scaled or replica.is_sharded
-        ):
-            return
-        # State of replaced parameters stays; torch's state dict does not take it.
-        own, found = set(map(id, parameters_of(optimizer))), optimizer.state
-        gone = [key for key in found if isinstance(key, Tensor) and id(key) not in own]
-        left = {key: found.pop(key) for key in gone}
-        saved = optimizer.state_dict()
-        entries = {key: without_master(entry) for key, entry in saved["state"].items()}
-        state = {k: e for k, e in entries.items() if not (is_empty(e) and isinstance(k, int))}
-        self.remove()
-        optimizer.load_state_dict({**saved, "state": state})
-        optimizer.state.update(left)
+        optimizer = self._stepper.optimizer
+        for pair in self._stepper.replica.pairs:
+            entry: dict[str, Any] = optimizer.state.get(pair.param) or {}
+            for key, value in entry.items() if is_ours(pair) or _is_shard(pair) else ():
+                if isinstance(value, Tensor) and key != "step" and value.is_floating_point():
+                    value = value.to(pair.target)
+                entry[key] = _export(pair, value)
 
     def _before_saving(self, optimizer: Optimizer) -> None:
-        own = set(map(id, parameters_of(optimizer)))
-        for key in [k for k, entry in optimizer.state.items() if is_empty(entry)]:
-            if isinstance(key, Tensor) and id(key) not in own:
-                del optimizer.state[key]  # made for sharing, and its parameter is gone
         self._stepper.synchronize()
         self._stepper.refresh()  # a model that was loaded after its masters
         self._stepper.follow_unseen_edits()
-        self._stepper.replica.take_noted_edits()
+        self._stepper.replica.rest()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        pairs = {id(pair.param): pair for pair in self._stepper.replica.pairs}
         state: dict[Any, Any] = dict(state_dict["state"])
-        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
-            for index, p in zip(saved["params"], group["params"], strict=True):
-                pair, entry = pairs.get(id(p)), state.get(index)
-                if pair is None:
-                    continue
-                # Else it is the optimizer's own, as in torch, and an edit of it counts.
-                is_placed = pair.is_master or pair.is_offloaded or hasattr(p, "to_local")
-                is_ours = is_placed or MASTER in (entry or ())
-                if is_ours and isinstance(entry, dict):  # a plain optimizer may have loaded it
-                    own = without_master(entry)
-                    entry = {key: _export(pair, value) for key, value in own.items()}
-                # Torch's optimizers want all of their state in an entry that is not empty.
-                master = pair.stepped.data
-                if pair.is_rounded and (entry or not torch.equal(master, pair.target.to(master))):
-                    entry = {**(entry or {}), MASTER: _export(pair, master)}
-                if entry is None or is_empty(entry):
-                    state.pop(index, None)  # made for sharing, never filled
-                else:
-                    state[index] = entry
+        for index, pair in zip(keys_of(state_dict), self._stepper.replica.pairs, strict=False):
+            entry = state.get(index)
+            # Else it is the optimizer's own, as in torch, and an edit of it counts.
+            is_placed = is_ours(pair) or _is_shard(pair)
+            # A plain optimizer may have loaded a master.
+            if isinstance(entry, dict) and (is_placed or MASTER in entry):
+                own = without_master(entry)
+                entry = {key: _export(pair, value) for key, value in own.items()}
+            # Torch's optimizers want all of their state in an entry that is not empty.
+            master = pair.stepped.data
+            if pair.is_master and (entry or not torch.equal(master, pair.target.to(master))):
+                entry = {**(entry or {}), MASTER: _export(pair, master)}
+            if entry is not None:
+                state[index] = entry
         return {**state_dict, "state": state}
 
     def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        stepper = self._stepper
-        is_ours = stepper.replica.masters.on_host or stepper.keeps_scaled
+        self._stepper.begin_loading(state_dict)
+        self._loading = state_dict
+        keyed = zip(keys_of(state_dict), self._stepper.replica.pairs, strict=False)
+        # torch would cast to the parameter's dtype and device, which is not where it lives here.
+        ours = {key for key, pair in keyed if is_ours(pair)}
         hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        if is_ours and next(reversed(hooks)) != self._loads.id:
+        if ours and next(reversed(hooks)) != self._loads.id:
             raise UnsupportedError(
                 "load_state_dict: a pre-hook was registered after prepare() or AsyncOptimizer(), "
                 "and would not see the state, which goes into float32 copies (masters). Register "
                 "it before, or change the state dict before it is loaded."
             )
-        stepper.begin_loading(state_dict)
-        if is_ours:
-            state_dict = {**state_dict, "state": stepper.replica.apart(state_dict["state"])}
-        self._loading = state_dict
-        # torch casts to the parameter's dtype and device, which is not where state lives here.
-        return {**state_dict, "state": {}} if is_ours else state_dict
+        entries = state_dict["state"].items()
+        rest = {key: without_master(entry) for key, entry in entries if key not in ours}
+        return {**state_dict, "state": rest}
 
     def _after_loading(self, optimizer: Optimizer) -> None:
         loaded, self._loading = self._loading, None
         if loaded is not None:
             self._stepper.load(loaded)
+
+
+def _is_shard(pair: ParameterPair) -> bool:
+    return hasattr(pair.param, "to_local")
 
 
 def _export(pair: ParameterPair, value: Any) -> Any:
@@ -129,8 +112,8 @@ def _export(pair: ParameterPair, value: Any) -> Any:
             value = value.clone()
         else:
             value = dlpack.from_dlpack(dlpack.to_dlpack(value.detach()))  # type: ignore[attr-defined]
-    is_shard = isinstance(value, Tensor) and not hasattr(value, "to_local")
-    if not (hasattr(p, "to_local") and is_shard and value.shape == pair.target.shape):
+    is_plain = isinstance(value, Tensor) and not hasattr(value, "to_local")
+    if not (_is_shard(pair) and is_plain and value.shape == pair.target.shape):
         return value
     from torch.distributed.tensor import DTensor
 

@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..devices import total_memory
 from ..errors import UnsupportedError
-from ..scaling import LOW_PRECISION, ParameterNames, parameters_of
+from ..scaling import LOW_PRECISION, ParameterNames, local, parameters_of
+from .arena import length_of
 from .masters import MasterRule
-from .shared_memory import overlapping
-from .stepper import is_replaced, raw_step
+from .stepper import is_replaced
 
-_BY_PARAMETER = (
-    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam"),
-    *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+_BY_ELEMENT = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD"),
 )
-"""torch's optimizers whose step treats each parameter alone. transformers' Adafactor does, too."""
+"""torch's optimizers whose step treats each element alone."""
 
 _BY_MATRIX = {"Adafactor", "Muon"}
-"""Optimizers that need a whole parameter, not a shard of it."""
+"""Those that need a whole parameter, not a shard or a stretch of it. transformers' Adafactor is
+another one."""
 
 STEPPED = LOW_PRECISION | {torch.float32}
 """Dtypes of parameters whose state is float32."""
 
-WHY = "offload, float16 or bfloat16 parameters"
 WAY_OUT = (
-    "Use step_mode='sync' or 'overlap' without offload, with float32 parameters, or with bfloat16 "
-    "ones and master_weights='none'."
+    "step_mode='sync' or 'overlap' without offload, with float32 parameters, or with bfloat16 ones "
+    "and master_weights='none'."
 )
+PLAIN = "use step_mode='sync' without offload, without AsyncOptimizer"
 
 
 def is_known(cls: type[Optimizer]) -> bool:
     """Whether the class, no subclass of it, is one whose step treats each parameter alone."""
-    of_torch = cls is getattr(torch.optim, cls.__name__, None) and cls.__name__ in _BY_PARAMETER
+    known = {*_BY_ELEMENT, *_BY_MATRIX, "SparseAdam"}
+    of_torch = cls is getattr(torch.optim, cls.__name__, None) and cls.__name__ in known
     return of_torch or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
 
 
 def refuse_class(cls: type[Optimizer]) -> None:
     """Raise ``UnsupportedError`` for a class whose state cannot pass through the device in
     stretches."""
-    apart = _BY_MATRIX | {"SparseAdam"}
-    if not is_known(cls) or cls.__name__ in apart:
-        names = ", ".join(name for name in _BY_PARAMETER if name not in apart)
+    if not is_known(cls) or cls.__name__ not in _BY_ELEMENT:
         raise UnsupportedError(
-            f"offloaded: got {cls.__module__}.{cls.__name__}, expected a class of torch.optim, not "
-            f"derived from, whose step treats each element alone ({names})."
+            f"offload: got {cls.__module__}.{cls.__name__}, expected a class of torch.optim, not "
+            f"derived from, whose step treats each element alone ({', '.join(_BY_ELEMENT)})."
         )
 
 
@@ -66,47 +64,38 @@ def refuse_replaced(optimizer: Optimizer) -> None:
         name, step = type(optimizer).__name__, vars(optimizer)["step"]
         raise UnsupportedError(
             f"{name}: step was replaced on this instance, by {step!r}; the class's own is what "
-            f"runs. Override step in a subclass of {name}, register a step hook, or use "
-            "step_mode='sync' without offload, without AsyncOptimizer."
+            f"runs. Override step in a subclass of {name}, register a step hook, or {PLAIN}."
         )
 
 
 def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
     """Raise ``UnsupportedError`` for optimizers that cannot be stepped in this way; ``masters``:
     which trained parameters are stepped through float32 copies."""
-    name = type(optimizer).__name__
-    closure = inspect.signature(raw_step(type(optimizer))).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UnsupportedError(
-            f"{name}.step() needs a closure: forward and backward run inside the step, and it "
-            "cannot run beside them. Use step_mode='sync' without offload."
-        )
+    name, params = type(optimizer).__name__, parameters_of(optimizer)
     refuse_replaced(optimizer)
     if not is_splittable(optimizer):
         raise UnsupportedError(
-            f"{name} is not among the optimizers of torch whose step treats each parameter alone: "
-            "it is not stepped in parts, by AsyncOptimizer or with float32 copies (masters). Use "
-            f"attach() and {WAY_OUT[4:]}"
+            f"{name} is not among the optimizers of torch whose step needs no closure and treats "
+            "each parameter alone: it is not stepped in parts, by AsyncOptimizer or with float32 "
+            f"copies (masters). Use attach() and {WAY_OUT}"
         )
-    params = parameters_of(optimizer)
     if any(getattr(p, "_fsdp_flattened", False) for p in params):
         raise UnsupportedError(
             f"{name} steps parameters of FSDP1 (FullyShardedDataParallel), expected FSDP2, whose "
             "gathers can be waited for: fully_shard, or fsdp_version: 2 in an Accelerate config. "
-            "Else use step_mode='sync' without offload, without AsyncOptimizer."
+            f"Else {PLAIN}."
         )
     if len(set(map(id, params))) < len(params):
         raise UnsupportedError(
-            f"{name} has a parameter twice, expected each once. Name it once, or use "
-            "step_mode='sync' without offload, without AsyncOptimizer, and float32 parameters."
+            f"{name} has a parameter twice, expected each once. Name it once, or {PLAIN}, and "
+            "float32 parameters."
         )
     if masters.on_host:
-        _refuse_offload(optimizer, masters, params)
+        _refuse_offload(optimizer, params)
     if name in _BY_MATRIX and any(hasattr(p, "to_local") for p in params):
         raise UnsupportedError(
             f"{name} may need more of a parameter than this rank's shard, and collectives stay on "
-            "the training thread. Use an elementwise optimizer such as AdamW, or step_mode='sync' "
-            "without offload, without AsyncOptimizer."
+            f"the training thread. Use an elementwise optimizer such as AdamW, or {PLAIN}."
         )
     trained = [p for p in params if p.requires_grad]
     through = [p for p in trained if masters.takes(p)]
@@ -131,47 +120,33 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "optimizer casts to it, and so does detach(). Load the state after prepare(), or into "
             "the AsyncOptimizer; or begin it anew, optimizer.state.clear()."
         )
-    if any(p.dtype in LOW_PRECISION and hasattr(p, "to_local") for p in through):
+    if any(hasattr(p, "to_local") for p in through):
         raise UnsupportedError(
             f"{name} has float16 or bfloat16 parameters that are sharded; their float32 copies "
             "(masters) would be, too, and unscaling into those is not supported. Load the model in "
             "float32 (and give fully_shard an mp_policy), or in bfloat16 with "
             "master_weights='none'."
         )
-    if others := {p.dtype for p in through} - LOW_PRECISION - {torch.float32}:
-        raise UnsupportedError(
-            f"{name} has parameters of {', '.join(map(str, others))}, expected float32 or less, "
-            f"and is not stepped with float32 copies, masters ({WHY}). {WAY_OUT}"
-        )
 
 
-def _refuse_offload(optimizer: Optimizer, masters: MasterRule, params: Sequence[Tensor]) -> None:
+def _refuse_offload(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
     """Raise ``UnsupportedError`` where state cannot pass through the device in stretches."""
-    name, groups = type(optimizer).__name__, optimizer.param_groups
+    refuse_class(type(optimizer))
+    groups = optimizer.param_groups
     found = [key for key in ("capturable", "differentiable") if any(g.get(key) for g in groups)]
     devices = list(dict.fromkeys(str(p.device) for p in params))
     others = list(dict.fromkeys(str(p.dtype) for p in params if p.dtype not in STEPPED))
-    total = total_memory(params[0].device) if params else None
     reason = ""
-    if name == "SparseAdam":
-        reason = "SparseAdam has sparse gradients, expected AdamW and Embedding(sparse=False)"
-    elif name in _BY_MATRIX:
-        reason = f"{name} needs whole matrices, expected an elementwise one (AdamW, SGD)"
-    elif found:
-        reason = f"{name} has {found[0]}=True, expected False"
+    if found:
+        reason = f"{found[0]}=True, expected False"
     elif len(devices) > 1:
-        reason = f"{name} has parameters on {' and '.join(devices)}, expected one device"
+        reason = f"parameters on {' and '.join(devices)}, expected one device"
     elif others:
-        reason = f"{name} has parameters of {', '.join(others)}, expected floats of 32 or 16 bits"
-    elif total is not None and masters.kept > total:
-        budget, has = masters.kept / 2**30, total / 2**30
-        reason = (
-            f"offload_budget is {budget:.2f} GiB, expected less than the device's {has:.2f} GiB"
-        )
+        reason = f"parameters of {', '.join(others)}, expected floats of 32 or 16 bits"
     if reason:
         raise UnsupportedError(
-            f"offload='cpu': {reason}: state is copied to the device stretch by stretch. Change "
-            "that, or leave offload at 'none'."
+            f"offload='cpu': {type(optimizer).__name__} has {reason}: state is copied to the "
+            "device stretch by stretch. Change that, or leave offload at 'none'."
         )
 
 
@@ -195,3 +170,27 @@ def refuse_overlapping(
                 "a transposed one), copy what a buffer views, or use step_mode='sync' and float32 "
                 "parameters without offload."
             )
+
+
+def overlapping(params: Sequence[Tensor]) -> list[list[int]]:
+    """Groups of tensors, by their indices, whose memory overlaps; ascending, each of two or more.
+
+    Views that only interleave, as columns of one matrix do, count as well. Costs some microseconds
+    a tensor, reads no element, and so waits for no update. Does not synchronise.
+    """
+    found: list[tuple[str, int, int, int]] = []
+    with torch._C.DisableTorchFunctionSubclass():  # which waits for an update that is due
+        for i, p in enumerate(params):
+            t = local(p.detach()) if hasattr(p, "to_local") else p
+            if t.layout is torch.strided and not t.is_meta and t.numel():
+                start = t.data_ptr()
+                found.append((str(t.device), start, start + length_of(t) * t.element_size(), i))
+    groups: list[list[int]] = []
+    reached = "", 0
+    for device, start, after, i in sorted(found):
+        if (device, start) < reached:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        reached = max(reached, (device, after))
+    return sorted(sorted(group) for group in groups if len(group) > 1)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import offloaded
-from accel_scaler.optimizer_step.ring import Block, Ring, Slot
+from accel_scaler.optimizer_step.ring import Ring
 from accel_scaler.selftest import sizes
 
 STEPS, OVERFLOW = 8, 4
@@ -172,13 +172,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     load, store = Ring.load, Ring.store
 
-    def logged_load(self: Ring, slot: Slot, block: Block, sources: Any) -> None:
+    def logged_load(self: Ring, stretch: Any) -> None:
         found.append("load")
-        load(self, slot, block, sources)
+        load(self, stretch)
 
-    def logged_store(self: Ring, slot: Slot, block: Block, targets: Any) -> None:
+    def logged_store(self: Ring, stretch: Any) -> None:
         found.append("store")
-        store(self, slot, block, targets)
+        store(self, stretch)
 
     monkeypatch.setattr(Ring, "load", logged_load)
     monkeypatch.setattr(Ring, "store", logged_store)
@@ -215,10 +215,10 @@ def test_another_thread_may_save_at_any_moment(dtype: torch.dtype) -> None:
     assert_equal_runs(play, fused_adamw, AUTO, dtype=dtype)
 
 
-@pytest.mark.parametrize("make", [fused_sgd, fused_adamw])
+@pytest.mark.parametrize("make", [rmsprop, fused_adamw])
 @pytest.mark.parametrize("settings", [AUTO, RING, KEPT])
 def test_a_parameter_whose_first_gradient_comes_late(make: Any, settings: dict[str, Any]) -> None:
-    """Its neighbours in a stretch have momentum by then, beside which torch's kernel takes none."""
+    """Its neighbours in a stretch have state by then."""
 
     def play(run: Run) -> None:
         for step in range(STEPS):
@@ -401,14 +401,15 @@ def test_state_comes_up_in_the_backward_and_its_store_is_not_awaited(log: list[s
     assert "store" not in log
     run.finish()
     assert log.count("load") == log.count("store") == len(stretches(run))
-    assert run.optimizer._stepper.replica._ring.held, "slots still go down"
+    assert run.optimizer._stepper.replica.ring.held, "slots still go down"
     log.clear()
     run.backward(5)
     assert log.count("load") == early
 
 
 def stretches(run: Run) -> list[Any]:
-    return [each for some in run.optimizer._stepper.replica._stretches.values() for each in some]
+    found: list[Any] = run.optimizer._stepper.replica.stretches
+    return found
 
 
 def test_the_ring_alone_loads_in_the_step(log: list[str]) -> None:
@@ -422,7 +423,7 @@ def test_the_ring_alone_loads_in_the_step(log: list[str]) -> None:
             most += 1 if what == "load" else -1
             assert most <= 4, "four slots"
         log.clear()
-        assert run.optimizer._stepper.replica._ring.held == 0
+        assert run.optimizer._stepper.replica.ring.held == 0
 
 
 @pytest.mark.usefixtures("memory_counter")
@@ -510,7 +511,7 @@ def test_ctrl_c_in_a_copy_leaves_memory_in_order(
     for step in range(5, STEPS):
         run.step(step)
     run.optimizer.close()
-    assert run.optimizer._stepper.replica._ring.held == 0
+    assert run.optimizer._stepper.replica.ring.held == 0
 
 
 def test_after_a_step_that_fails_masters_are_the_parameters(
@@ -521,10 +522,10 @@ def test_after_a_step_that_fails_masters_are_the_parameters(
         run.step(step)
     store, calls = Ring.store, iter(range(100))
 
-    def fails(self: Ring, slot: Slot, block: Block, targets: Any) -> None:
+    def fails(self: Ring, stretch: Any) -> None:
         if next(calls) == 4:
             raise RuntimeError("on purpose")
-        store(self, slot, block, targets)
+        store(self, stretch)
 
     monkeypatch.setattr(Ring, "store", fails)
     run.backward(3)
@@ -749,7 +750,7 @@ def test_memory_is_what_the_self_test_says(
 
 
 def test_streams_are_made_once() -> None:
-    rings = [Run(**AUTO).optimizer._stepper.replica._ring for _ in range(2)]
+    rings = [Run(**AUTO).optimizer._stepper.replica.ring for _ in range(2)]
     assert (rings[0].up, rings[0].down) == (rings[1].up, rings[1].down)
 
 
@@ -783,20 +784,19 @@ def test_a_model_and_an_optimizer_are_copied_and_pickled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "settings", "text"),
+    ("make", "text"),
     [
-        (lambda p: torch.optim.AdamW(p, capturable=True), {}, "capturable=True, expected False"),
-        (lambda p: torch.optim.AdamW(p, differentiable=True), {}, "differentiable=True"),
-        (lambda p: torch.optim.Adafactor(p), {}, "Adafactor needs whole matrices"),
-        (lambda p: torch.optim.SparseAdam(list(p)), {}, "SparseAdam has sparse gradients"),
-        (fused_adamw, {"offload_budget": 2**50}, "offload_budget is 1048576.00 GiB, expected less"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "capturable=True, expected False"),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable=True"),
+        (lambda p: torch.optim.Adafactor(p), "Adafactor, expected a class of torch"),
+        (lambda p: torch.optim.SparseAdam(list(p)), "SparseAdam, expected a class of torch"),
     ],
 )
-def test_what_cannot_stream_is_refused(make: Any, settings: dict[str, Any], text: str) -> None:
+def test_what_cannot_stream_is_refused(make: Any, text: str) -> None:
     net = nn.Linear(4, 4).to(DEVICE)
     inner = make(net.parameters())
     with pytest.raises(UnsupportedError, match=text):
-        AsyncOptimizer(inner, net, step_mode="sync", offload="cpu", **settings)
+        AsyncOptimizer(inner, net, step_mode="sync", offload="cpu")
     assert not inner.state
 
 

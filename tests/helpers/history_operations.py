@@ -802,6 +802,8 @@ class Player:
             return False
         if self.low and not any(map(plain.has_master, plain.net.parameters())):
             return False
+        if self.low:
+            self.synchronized()  # whose state is there only then
         stepped = [p for each in self.ours.optimizers for p in each.optimizer.state]
         is_cast = any(p.dtype is torch.float16 for p in stepped)
         if is_cast and not self.setup.optimizer.startswith("sgd"):

@@ -232,3 +232,16 @@ def test_another_class_is_stepped_by_its_own_step() -> None:
     twins = Twins(lambda params: Own(params, lr=0.1, fused=True))
     twins.step(3)
     assert not twins.stepper.was_direct
+
+
+def test_a_parameter_without_gradients_stops_no_direct_call() -> None:
+    """As an unused layer; its first one comes later."""
+    twins = Twins(adamw)
+    for step in range(6):
+        for params in twins.params:
+            give_gradients(params, step)
+            params[1].grad = params[1].grad if step > 3 else None
+        twins.stepper.step()
+        call_fused(twins.torchs, None, None)
+        assert same(everything(twins.ours), everything(twins.torchs))
+        assert twins.stepper.was_direct is (step not in (0, 4))  # where torch makes state

@@ -28,6 +28,19 @@ class Allocator:
         return MemoryUse(self.now, self.ever, self.peak)
 
 
+class Slots:
+    """What a ring says of its slots."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.held = self.made = 0
+
+
+def room_of(slots: Slots) -> Room:
+    return Room(slots)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     found = Allocator()
@@ -35,81 +48,90 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return found
 
 
-def window(room: Room, memory: Allocator, size: int = 1000, take: bool = False) -> list[int]:
-    """Four layers whose activations have ``size`` bytes each, and a tenth for a moment; slots take
-    all the room there is, if they ``take`` it. Returns the room at each look of the backward."""
-    found, held, made = [], 0, 0
-    room.begin()
-    for layer in range(4):
-        room.in_forward(100 + layer, held, made)
-        memory.take(size)
-    for layer in range(4):
-        memory.take(size // 10)
-        memory.free(size + size // 10)
-        found.append(room.in_backward(layer, held, made))
-        if take and found[-1] > held:
-            memory.take(found[-1] - held)
-            made += found[-1] - held
-            held = found[-1]
-    room.end(held, made)
-    memory.free(held)
-    room.after_step(0, made)
-    return found
+class Run:
+    """A room, and windows beside it."""
+
+    def __init__(self, memory: Allocator) -> None:
+        self.memory, self.slots = memory, Slots()
+        self.room = room_of(self.slots)
+
+    def window(self, size: int = 1000, take: bool = False) -> list[int]:
+        """Four layers whose activations have ``size`` bytes each, and a tenth for a moment; slots
+        take all the room there is, if they ``take`` it. Returns the room at each look of the
+        backward."""
+        found, room, memory, slots = [], self.room, self.memory, self.slots
+        room.begin()
+        for layer in range(4):
+            room.left(100 + layer)
+            memory.take(size)
+        for layer in range(4):
+            memory.take(size // 10)
+            memory.free(size + size // 10)
+            found.append(room.left(layer, until_step=True))
+            if take and found[-1] > slots.held:
+                memory.take(found[-1] - slots.held)
+                slots.made += found[-1] - slots.held
+                slots.held = found[-1]
+        room.end()
+        memory.free(slots.held)
+        slots.held = 0
+        room.after_step()
+        return found
 
 
 def test_slots_take_what_activations_have_left(memory: Allocator) -> None:
-    room = Room(torch.device("cpu"))
-    assert window(room, memory) == [0, 0, 0, 0], "nothing is known yet"
+    run = Run(memory)
+    assert run.window() == [0, 0, 0, 0], "nothing is known yet"
     peak = memory.peak
     for _ in range(5):
-        assert window(room, memory, take=True) == [1000, 2000, 3000, 4100]
+        assert run.window(take=True) == [1000, 2000, 3000, 4100]
     assert memory.peak == peak
 
 
 def test_a_larger_window_is_only_measured(memory: Allocator) -> None:
-    room = Room(torch.device("cpu"))
-    window(room, memory)
-    assert window(room, memory, 2000, take=True) == [0, 0, 0, 0]
+    run = Run(memory)
+    run.window()
+    assert run.window(2000, take=True) == [0, 0, 0, 0]
     peak = memory.peak
-    assert window(room, memory, 2000, take=True) == [2000, 4000, 6000, 8200]
-    assert window(room, memory, 1000, take=True) == [2000, 4000, 6000, 8200]
+    assert run.window(2000, take=True) == [2000, 4000, 6000, 8200]
+    assert run.window(1000, take=True) == [2000, 4000, 6000, 8200]
     assert memory.peak == peak
 
 
 def test_a_peak_that_has_risen_leaves_less(memory: Allocator) -> None:
-    room = Room(torch.device("cpu"))
-    window(room, memory)
+    run = Run(memory)
+    run.window()
     memory.peak += 300
-    window(room, memory, take=True)
-    assert window(room, memory, take=True) == [700, 1700, 2700, 3800]
+    run.window(take=True)
+    assert run.window(take=True) == [700, 1700, 2700, 3800]
 
 
 def test_the_forward_lets_slots_stay_until_the_next_look(memory: Allocator) -> None:
-    room = Room(torch.device("cpu"))
-    window(room, memory)
-    room.begin()
+    run = Run(memory)
+    run.window()
+    run.room.begin()
     found = []
     for layer in range(4):
-        found.append(room.in_forward(100 + layer, 0, 0))
+        found.append(run.room.left(100 + layer))
         memory.take(1000)
     assert found == [3100, 2100, 1100, 0]
 
 
 def test_between_two_steps_slots_stay_beside_what_usually_comes_there(memory: Allocator) -> None:
-    room = Room(torch.device("cpu"))
+    run = Run(memory)
     found = []
     for _ in range(3):
-        window(room, memory)
-        found.append(room.after_step(0, 0))
+        run.window()
+        found.append(run.room.after_step())
         memory.take(1500)  # a teacher
         memory.free(1500)
     assert found == [0, memory.peak - 1500, memory.peak - 1500]
 
 
 def test_nothing_is_known_where_the_backend_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Room(torch.device("cpu"))
+    room = room_of(Slots())
     monkeypatch.setattr(room_module, "memory_use", lambda device: None)
     for _ in range(2):
-        assert room.in_forward(100, 0, 0) == room.in_backward(0, 0, 0) == 0
-        room.end(0, 0)
-        assert room.after_step(0, 0) == 0
+        assert room.left(100) == room.left(0, until_step=True) == 0
+        room.end()
+        assert room.after_step() == 0

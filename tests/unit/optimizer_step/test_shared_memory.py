@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_scaler import AsyncOptimizer, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import async_stepper_of
-from accel_scaler.optimizer_step.shared_memory import overlapping
+from accel_scaler.optimizer_step.supported_optimizers import overlapping
 
 
 def test_groups_by_memory() -> None:

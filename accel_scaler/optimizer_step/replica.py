@@ -125,8 +125,8 @@ class Replica:
         return not self.saved and self._layout_of(params) == self._layout
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter, its address and length (its pair keeps the memory, so no
-        other comes to lie there), and its layout if it is not contiguous; which are trained, if
+        """The groups' sizes; each parameter, its address and length (its pair keeps the memory, so
+        no other comes to lie there), and its layout if it is not contiguous; which are trained, if
         some may need a master."""
         sharded = bool(params) and hasattr(params[0], "to_local")
         held = [local(p.detach()) for p in params] if sharded else params

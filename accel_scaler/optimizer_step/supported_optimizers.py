@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..devices import total_memory
 from ..errors import UnsupportedError
 from ..scaling import LOW_PRECISION, ParameterNames, local, parameters_of
 from .arena import length_of
@@ -91,7 +92,7 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "float32 parameters."
         )
     if masters.on_host:
-        _refuse_offload(optimizer, params)
+        _refuse_offload(optimizer, params, masters.budget or 0)
     if name in _BY_MATRIX and any(hasattr(p, "to_local") for p in params):
         raise UnsupportedError(
             f"{name} may need more of a parameter than this rank's shard, and collectives stay on "
@@ -129,9 +130,16 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
         )
 
 
-def _refuse_offload(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
-    """Raise ``UnsupportedError`` where state cannot pass through the device in stretches."""
+def _refuse_offload(optimizer: Optimizer, params: Sequence[Tensor], budget: int) -> None:
+    """Raise ``UnsupportedError`` where state cannot pass through the device in stretches, or
+    ``budget`` bytes cannot stay there."""
     refuse_class(type(optimizer))
+    total = total_memory(params[0].device) if params else None
+    if total is not None and budget > total:
+        raise UnsupportedError(
+            f"offload_budget is {budget / 2**30:.2f} GiB, expected less than the device's "
+            f"{total / 2**30:.2f} GiB. Set a lower one, or leave offload at 'none'."
+        )
     groups = optimizer.param_groups
     found = [key for key in ("capturable", "differentiable") if any(g.get(key) for g in groups)]
     devices = list(dict.fromkeys(str(p.device) for p in params))

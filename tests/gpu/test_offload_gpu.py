@@ -784,19 +784,20 @@ def test_a_model_and_an_optimizer_are_copied_and_pickled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "settings", "text"),
     [
-        (lambda p: torch.optim.AdamW(p, capturable=True), "capturable=True, expected False"),
-        (lambda p: torch.optim.AdamW(p, differentiable=True), "differentiable=True"),
-        (lambda p: torch.optim.Adafactor(p), "Adafactor, expected a class of torch"),
-        (lambda p: torch.optim.SparseAdam(list(p)), "SparseAdam, expected a class of torch"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), {}, "capturable=True, expected False"),
+        (lambda p: torch.optim.AdamW(p, differentiable=True), {}, "differentiable=True"),
+        (lambda p: torch.optim.Adafactor(p), {}, "Adafactor, expected a class of torch"),
+        (lambda p: torch.optim.SparseAdam(list(p)), {}, "SparseAdam, expected a class of torch"),
+        (fused_adamw, {"offload_budget": 2**50}, "offload_budget is 1048576.00 GiB, expected less"),
     ],
 )
-def test_what_cannot_stream_is_refused(make: Any, text: str) -> None:
+def test_what_cannot_stream_is_refused(make: Any, settings: dict[str, Any], text: str) -> None:
     net = nn.Linear(4, 4).to(DEVICE)
     inner = make(net.parameters())
     with pytest.raises(UnsupportedError, match=text):
-        AsyncOptimizer(inner, net, step_mode="sync", offload="cpu")
+        AsyncOptimizer(inner, net, step_mode="sync", offload="cpu", **settings)
     assert not inner.state
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from async_support import Gate, lazy
+from async_support import Gate, assert_same, lazy
 from references import loss_of, network
 from torch import Tensor, nn
 
@@ -161,6 +161,42 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool) -> N
 
     with lazy():
         assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "one has none"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_in_a_buffer_of_the_scripts_may_be_overwritten_at_once(
+    scaled: bool, frozen: bool
+) -> None:
+    """As DDP's buckets: whoever writes to the buffer asks no gradient, so the step has a copy."""
+
+    def run(is_ours: bool) -> tuple[list[Tensor], Tensor]:
+        model, buffer = network(), torch.zeros(161)
+        params = list(model.parameters())
+        for p, part in zip(params, buffer.split([p.numel() for p in params]), strict=True):
+            p.grad = part.view_as(p)
+        if frozen:
+            params[0].requires_grad_(False).grad = None
+        inner = torch.optim.SGD(params, lr=LR, momentum=0.5)
+        kind = GradScaler if is_ours else torch.amp.GradScaler
+        scaler = kind("cpu", init_scale=SCALE, enabled=scaled)
+        ours = AsyncOptimizer(inner, model, scaler=scaler if scaled else None) if is_ours else None
+        for number in range(2):
+            scaler.scale(loss_of(model, number)).backward()
+            if ours is not None:
+                ours.step()
+            else:
+                scaler.step(inner)
+                scaler.update()
+            left = buffer.clone()
+            buffer.zero_()
+        if ours is not None:
+            ours.close()
+        return [p.detach() for p in params], left
+
+    with lazy():
+        found = run(True)
+    assert_same(found, run(False))
 
 
 def test_an_aliased_gradient_is_seen_by_autograd_as_changed() -> None:

@@ -57,7 +57,7 @@ def test_f3_overflow_in_the_first_only(build: Any, second: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "masters"])
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_f3_ours(mode: Any, dtype: torch.dtype, clips: bool) -> None:
-    """Whatever unscales the second one: its step, its clip, the optimizer thread, or its masters."""
+    """Whoever unscales the second one: its step, its clip, the optimizer thread, or masters."""
     accelerator = ours(ScalerConfig(init_scale=2.0**10, step_mode=mode))
     plain = [Linear().to(dtype) for _ in range(2)]
     optimizers = [accelerator.prepare(SGD(m.parameters(), lr=LR)) for m in plain]

@@ -302,6 +302,18 @@ def edits_state(run: Run) -> None:
         run.finish()
 
 
+def edits_state_that_it_holds(run: Run) -> None:
+    """It asks no optimizer, but the device is done with all copies by then."""
+    for step in range(STEPS):
+        if step == 2:
+            held = [run.inner.state[p]["exp_avg"] for p in run.net.parameters()]
+        run.backward(step)
+        if step == 5:
+            synchronize()
+            torch._foreach_mul_(held, -2.0)
+        run.finish()
+
+
 def saves_and_loads(run: Run) -> None:
     saved: Any = None
     for step in range(STEPS):
@@ -334,7 +346,8 @@ def lays_gradients_out_otherwise(run: Run) -> None:
     "play",
     [
         *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state),
-        *(saves_and_loads, empties_the_cache, lays_gradients_out_otherwise),
+        *(edits_state_that_it_holds, saves_and_loads),
+        *(empties_the_cache, lays_gradients_out_otherwise),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

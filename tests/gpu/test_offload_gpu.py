@@ -472,14 +472,33 @@ def test_a_loop_that_accumulates_by_itself_is_learnt(log: list[str]) -> None:
     assert early[9:] == [False, False, True] * 2
 
 
+READS: dict[str, Callable[[Any, Tensor], dict[str, Tensor]]] = {
+    "[]": lambda state, p: state[p],
+    "get": lambda state, p: state.get(p),
+    "setdefault": lambda state, p: state.setdefault(p, {}),
+    "pop": lambda state, p: state.pop(p),
+    "popitem": lambda state, p: state.popitem()[1],
+    "items": lambda state, p: [*state.items()][-1][1],
+    "values": lambda state, p: [*state.values()][-1],
+    "iter": lambda state, p: dict.__getitem__(state, [*state][-1]),
+    "copy": lambda state, p: state.copy()[p],
+    "copy.copy": lambda state, p: copy.copy(state)[p],
+    "deepcopy": lambda state, p: [*copy.deepcopy(state).values()][-1],
+}
+"""Of the entry of the last parameter."""
+
+
 @pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
-@pytest.mark.parametrize("settings", [AUTO, RING], ids=["auto", "ring"])
-def test_a_read_waits_for_copies_down(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [(AUTO, read) for read in READS] + [(RING, "[]")],
+    ids=[*READS, "ring"],
+)
+def test_a_read_waits_for_copies_down(settings: dict[str, Any], read: str) -> None:
     reference = Run()
     for step in range(3):
         reference.step(step)
-    p = reference.net.head.weight
-    expected = reference.inner.state[p]["exp_avg"].cpu()
+    expected = reference.inner.state[reference.net.head.bias]["exp_avg"].cpu()
     run = Run(**settings)
     try:
         for step in range(3):
@@ -487,7 +506,7 @@ def test_a_read_waits_for_copies_down(settings: dict[str, Any]) -> None:
                 synchronize()
                 module().set_cost(down_gbps=0.0005)
             run.step(step)
-        assert equal(run.inner.state[run.net.head.weight]["exp_avg"], expected)
+        assert equal(READS[read](run.inner.state, run.net.head.bias)["exp_avg"], expected)
     finally:
         module().set_cost()
 

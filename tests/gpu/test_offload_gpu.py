@@ -472,18 +472,27 @@ def test_a_loop_that_accumulates_by_itself_is_learnt(log: list[str]) -> None:
     assert early[9:] == [False, False, True] * 2
 
 
-READS: dict[str, Callable[[Any, Tensor], dict[str, Tensor]]] = {
-    "[]": lambda state, p: state[p],
-    "get": lambda state, p: state.get(p),
-    "setdefault": lambda state, p: state.setdefault(p, {}),
-    "pop": lambda state, p: state.pop(p),
-    "popitem": lambda state, p: state.popitem()[1],
-    "items": lambda state, p: [*state.items()][-1][1],
-    "values": lambda state, p: [*state.values()][-1],
-    "iter": lambda state, p: dict.__getitem__(state, [*state][-1]),
-    "copy": lambda state, p: state.copy()[p],
-    "copy.copy": lambda state, p: copy.copy(state)[p],
-    "deepcopy": lambda state, p: [*copy.deepcopy(state).values()][-1],
+def after_closing(run: Run) -> dict[str, Tensor]:
+    run.optimizer.close()
+    found: dict[str, Tensor] = [*dict.values(run.inner.state)][-1]
+    return found
+
+
+READS: dict[str, Callable[[Run], dict[str, Tensor]]] = {
+    "[]": lambda run: run.inner.state[run.net.head.bias],
+    "get": lambda run: run.inner.state.get(run.net.head.bias),
+    "setdefault": lambda run: run.inner.state.setdefault(run.net.head.bias, {}),
+    "pop": lambda run: run.inner.state.pop(run.net.head.bias),
+    "popitem": lambda run: run.inner.state.popitem()[1],
+    "items": lambda run: [*run.inner.state.items()][-1][1],
+    "values": lambda run: [*run.inner.state.values()][-1],
+    "iter": lambda run: dict.__getitem__(run.inner.state, [*run.inner.state][-1]),
+    "copy": lambda run: [*run.inner.state.copy().values()][-1],
+    "copy.copy": lambda run: [*copy.copy(run.inner.state).values()][-1],
+    "deepcopy": lambda run: [*copy.deepcopy(run.inner.state).values()][-1],
+    "state_dict": lambda run: [*run.optimizer.state_dict()["state"].values()][-1],
+    "the wrapped state_dict": lambda run: [*run.inner.state_dict()["state"].values()][-1],
+    "close": after_closing,
 }
 """Of the entry of the last parameter."""
 
@@ -506,7 +515,7 @@ def test_a_read_waits_for_copies_down(settings: dict[str, Any], read: str) -> No
                 synchronize()
                 module().set_cost(down_gbps=0.0005)
             run.step(step)
-        assert equal(READS[read](run.inner.state, run.net.head.bias)["exp_avg"], expected)
+        assert equal(READS[read](run)["exp_avg"], expected)
     finally:
         module().set_cost()
 

@@ -9,7 +9,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -497,27 +497,57 @@ READS: dict[str, Callable[[Run], dict[str, Tensor]]] = {
 """Of the entry of the last parameter."""
 
 
-@pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
+@pytest.fixture
+def slow_third_step() -> Iterator[tuple[Callable[[Run], None], Tensor]]:
+    """A function for the third of three steps, after which copies down take long; and what the
+    last parameter's ``exp_avg`` is then."""
+    reference = Run()
+    for step in range(3):
+        reference.step(step)
+
+    def last_step(run: Run) -> None:
+        synchronize()
+        module().set_cost(down_gbps=0.0005)
+        run.step(2)
+
+    yield last_step, reference.inner.state[reference.net.head.bias]["exp_avg"].cpu()
+    module().set_cost()
+
+
+needs_slow_copies = pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
+
+
+@needs_slow_copies
 @pytest.mark.parametrize(
     ("settings", "read"),
     [(AUTO, read) for read in READS] + [(RING, "[]")],
     ids=[*READS, "ring"],
 )
-def test_a_read_waits_for_copies_down(settings: dict[str, Any], read: str) -> None:
-    reference = Run()
-    for step in range(3):
-        reference.step(step)
-    expected = reference.inner.state[reference.net.head.bias]["exp_avg"].cpu()
+def test_a_read_waits_for_copies_down(
+    settings: dict[str, Any], read: str, slow_third_step: tuple[Callable[[Run], None], Tensor]
+) -> None:
+    last_step, expected = slow_third_step
     run = Run(**settings)
-    try:
-        for step in range(3):
-            if step == 2:
-                synchronize()
-                module().set_cost(down_gbps=0.0005)
-            run.step(step)
-        assert equal(READS[read](run)["exp_avg"], expected)
-    finally:
-        module().set_cost()
+    for step in range(2):
+        run.step(step)
+    last_step(run)
+    assert equal(READS[read](run)["exp_avg"], expected)
+
+
+@needs_slow_copies
+def test_dropped_memory_waits_for_copies_down(
+    slow_third_step: tuple[Callable[[Run], None], Tensor],
+) -> None:
+    """Else a copy would end in memory that is another's by then."""
+    last_step, expected = slow_third_step
+    run = Run(**AUTO)
+    for step in range(2):
+        run.step(step)
+    held = run.inner.state[run.net.head.bias]["exp_avg"]
+    last_step(run)
+    del run
+    gc.collect()
+    assert equal(held, expected)
 
 
 @pytest.mark.parametrize("method", ["load", "store"])

@@ -163,36 +163,38 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool) -> N
         assert run(True) == run(False)
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["all", "one has none"])
+@pytest.mark.parametrize("how", ["step", "step, one has none", "submit"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_in_a_buffer_of_the_scripts_may_be_overwritten_at_once(
-    scaled: bool, frozen: bool
+    how: str, scaled: bool
 ) -> None:
     """As DDP's buckets: whoever writes to the buffer asks no gradient, so the step has a copy."""
 
-    def run(is_ours: bool) -> tuple[list[Tensor], Tensor]:
+    def run(is_ours: bool) -> list[Tensor]:
         model, buffer = network(), torch.zeros(161)
         params = list(model.parameters())
-        for p, part in zip(params, buffer.split([p.numel() for p in params]), strict=True):
-            p.grad = part.view_as(p)
-        if frozen:
-            params[0].requires_grad_(False).grad = None
+        parts = buffer.split([p.numel() for p in params])
         inner = torch.optim.SGD(params, lr=LR, momentum=0.5)
         kind = GradScaler if is_ours else torch.amp.GradScaler
         scaler = kind("cpu", init_scale=SCALE, enabled=scaled)
         ours = AsyncOptimizer(inner, model, scaler=scaler if scaled else None) if is_ours else None
+        params[0].requires_grad_(how != "step, one has none")
         for number in range(2):
+            for p, part in zip(params, parts, strict=True):
+                p.grad = part.view_as(p) if p.requires_grad else None
             scaler.scale(loss_of(model, number)).backward()
-            if ours is not None:
-                ours.step()
-            else:
+            if ours is None:
                 scaler.step(inner)
                 scaler.update()
-            left = buffer.clone()
+            elif how == "submit":
+                ours.submit((lambda: scaler.step(ours)) if scaled else ours.step)
+                scaler.update()
+            else:
+                ours.step()
             buffer.zero_()
         if ours is not None:
             ours.close()
-        return [p.detach() for p in params], left
+        return [p.detach() for p in params]
 
     with lazy():
         found = run(True)

@@ -623,15 +623,20 @@ SLACK = 512 * 64
 
 
 @pytest.mark.usefixtures("memory_counter")
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    "micro_batches", [[1], [3], [1, 1, 1, 1, 2, 2]], ids=["1", "3", "1, then 2"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_is_that_of_the_ring(dtype: torch.dtype, micro_batches: int) -> None:
+def test_the_peak_is_that_of_the_ring(dtype: torch.dtype, micro_batches: list[int]) -> None:
+    """Also where state has come up for a step, and another forward comes."""
+
     def steps(settings: dict[str, Any]) -> Callable[[int], None]:
         run = Run(dtype=dtype, **settings)
 
         def step(number: int) -> None:
-            for micro_batch in range(micro_batches):
-                run.backward(number * micro_batches + micro_batch)
+            count = micro_batches[number % len(micro_batches)]
+            for micro_batch in range(count):
+                run.backward(number * count + micro_batch)
             run.finish()
 
         return step

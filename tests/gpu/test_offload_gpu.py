@@ -762,6 +762,16 @@ def test_the_peak_is_that_of_the_ring_also(
     assert auto <= ring + SLACK
 
 
+@pytest.mark.parametrize("budget", [4 << 10, 8 << 10, 32 << 10])
+def test_no_more_than_the_budget_stays_on_the_device(budget: int) -> None:
+    run = Run(offload="cpu", offload_budget=budget)
+    for step in range(2):
+        run.step(step)
+    values = [v for entry in run.inner.state.values() for v in entry.values() if v.ndim > 0]
+    kept = sum(v.nbytes for v in values if v.device.type == DEVICE.split(":")[0])
+    assert 0 < kept <= budget
+
+
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 8), (torch.float16, 12)])
 def test_host_memory_is_that_of_the_state_alone(dtype: torch.dtype, size: int) -> None:
     """But for parameters that begin at multiples of 64 bytes; and none is pinned later."""

@@ -27,6 +27,23 @@ def test_a_scale_too_small_to_divide_by_skips_finite_gradients() -> None:
     assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
 
 
+@pytest.mark.parametrize("gradients", [(100.0, INF), (INF, 100.0)])
+def test_a_spike_of_one_optimizer_hides_no_overflow_of_another(
+    gradients: tuple[float, float],
+) -> None:
+    """An overflow halves the scale, a spike alone does not; both are one skip."""
+    a = ours(ScalerConfig(init_scale=16.0, skip_norm_above=10.0, max_consecutive_skips=2))
+    both, optimizers = models(a, 2)
+    for given, scale in ((gradients, 8.0), ((100.0, 100.0), 8.0), ((1.0, 1.0), 8.0)):
+        a.backward(both[0](given[0]) + both[1](given[1]))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped is (given != (1.0, 1.0))
+        assert a.scaler.get_scale() == scale
+    assert [m.moved for m in both] == [1.0, 1.0]
+
+
 class Table(nn.Module):
     """An embedding with sparse gradients."""
 

@@ -750,10 +750,44 @@ def part_evaluated(settings: dict[str, Any]) -> Callable[[int], None]:
     return step
 
 
+def evaluated(settings: dict[str, Any]) -> Callable[[int], None]:
+    """Once, on more than it trains on."""
+    net = Layers().to(DEVICE)
+    optimizer = optimizer_of(net, settings)
+
+    def step(number: int) -> None:
+        train(net, optimizer, 500)
+        if number == 5:
+            with torch.no_grad():
+                net(torch.randn(4000, 64, device=DEVICE))
+
+    return step
+
+
+def skipped_beside_another(settings: dict[str, Any]) -> Callable[[int], None]:
+    """Between a skip and the next forward a model is trained of which offload knows nothing."""
+    net, other = Layers().to(DEVICE), Layers().to(DEVICE)
+    optimizer, plain = optimizer_of(net, settings), torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        if number < 4:
+            train(net, optimizer, 1000)
+            return
+        net(torch.randn(1000, 64, device=DEVICE)).square().mean().backward()
+        optimizer.skip_step()
+        optimizer.zero_grad()
+        train(other, plain, 1500)
+
+    return step
+
+
 @pytest.mark.usefixtures("memory_counter")
 @pytest.mark.parametrize(
     "make",
-    [in_turn, beside_another, with_a_teacher, checkpointed, out_of_proportion, part_evaluated],
+    [
+        *(in_turn, beside_another, with_a_teacher, checkpointed, out_of_proportion),
+        *(part_evaluated, evaluated, skipped_beside_another),
+    ],
 )
 def test_the_peak_is_that_of_the_ring_also(
     make: Callable[[dict[str, Any]], Callable[[int], None]],

@@ -796,6 +796,30 @@ def test_the_peak_is_that_of_the_ring_also(
     assert auto <= ring + SLACK
 
 
+@pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize("make", [adamw, fused_adamw])
+def test_the_peak_has_room_for_what_a_step_takes_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    """Activations have left room for some stretches."""
+    monkeypatch.setattr(offloaded, "SMALLEST_BLOCK", WIDE * WIDE)
+
+    def steps(settings: dict[str, Any]) -> Callable[[int], None]:
+        layers = [each for _ in range(8) for each in (nn.Linear(WIDE, WIDE, bias=False), nn.ReLU())]
+        net = nn.Sequential(*layers).to(DEVICE)
+        optimizer = AsyncOptimizer(make(net.parameters()), net, step_mode="sync", **settings)
+
+        def step(_: int) -> None:
+            net(torch.randn(800, WIDE, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    ring, auto = (peak_of(partial(steps, settings)) for settings in (RING, AUTO))
+    assert auto <= ring + SLACK
+
+
 @pytest.mark.parametrize("budget", [4 << 10, 8 << 10, 32 << 10])
 def test_no_more_than_the_budget_stays_on_the_device(budget: int) -> None:
     run = Run(offload="cpu", offload_budget=budget)

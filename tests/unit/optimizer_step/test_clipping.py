@@ -94,6 +94,24 @@ def test_a_clip_is_torchs_bit_for_bit_at_any_scale(mode: Any, scale: float) -> N
     assert same(run(True), run(False))
 
 
+def test_norms_of_masters_are_added_up_in_the_order_given() -> None:
+    """As torch adds them up, though each optimizer has its own: the order changes the bits."""
+    generator = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(40)]
+    a = ours(ScalerConfig(init_scale=64.0))
+    halves = a.prepare(*(SGD(params[i::2], lr=LR) for i in range(2)))
+    gradients = [torch.randn(3, generator=generator) * 2.0 ** (n % 7) for n in range(40)]
+    a.backward(sum((p.float() * g).sum() for p, g in zip(params, gradients, strict=True)))
+    norms = torch.stack([torch.linalg.vector_norm(p.grad.float() / 64) for p in params])
+    owners = torch.cat((norms[0::2], norms[1::2]))
+    expected = [torch.linalg.vector_norm(each) for each in (norms, norms.flip(0), owners)]
+    assert len({float(each) for each in expected}) == 3
+    for order, norm in zip((params, params[::-1]), expected, strict=False):
+        assert float(a.clip_grad_norm_(order, 1e9)) == float(norm)
+    for optimizer in halves:
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("settings", "clip"),
     [({}, None), ({"step_mode": "overlap"}, 2.0), ({"init_scale": 1000.0}, 3.0)],

@@ -154,6 +154,17 @@ def test_parameters_and_random_state_are_put_back_whatever_is_raised(error: Base
     assert module_of(recording) == "layers.1"
 
 
+def test_a_buffer_that_a_forward_replaces_is_put_back() -> None:
+    net = Net(lambda _: setattr(net, "count", net.count + 1))
+    net.register_buffer("count", torch.zeros(()))
+    recording = recorded(net)
+    window(recording, net, torch.ones(2, 4))
+    count = net.count
+    assert module_of(recording) == "layers.1"
+    assert net.count is count
+    assert count == 1
+
+
 @pytest.mark.parametrize("of", ["input", "weight"])
 def test_a_gradient_that_is_differentiated_itself_is_not_run_again(of: str) -> None:
     """As a gradient penalty's."""

@@ -723,3 +723,22 @@ def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
     assert not any(r.skipped for r in (*records, *plain))
     assert records[-1].scale == 2.0**11
     assert_same(high, low)
+
+
+def test_what_was_frozen_after_its_backward_stays_frozen() -> None:
+    """Its gradient is made again, as it was."""
+
+    def freezes(accelerator: Any, model: Any, number: int) -> list[float]:
+        weight = accelerator.unwrap_model(model).first.inner.weight
+        weight.requires_grad_(True)
+        found = by_model(accelerator, model, number)
+        weight.requires_grad_(False)
+        kept.append(weight)
+        return found
+
+    kept: list[Tensor] = []
+    expected, _ = train(64.0, freezes)
+    found, records = train(2.0**24, freezes, on_overflow="retry")
+    assert sum(r.retries for r in records) > 0
+    assert not any(weight.requires_grad for weight in kept)
+    assert_same(found["weights"], expected["weights"])

@@ -519,3 +519,19 @@ def test_an_async_optimizer_of_an_accelerators_scaler_steps_at_its_boundary() ->
     assert [r.skipped for r in records] == skipped
     assert [r.spike for r in records] == [False, True, False, False]
     detach(accelerator)
+
+
+def test_scaled_gradients_of_masters_are_not_stepped_by_torchs_own_optimizer() -> None:
+    """A clip leaves them scaled for the prepared optimizer, which alone knows."""
+    accelerator = attached(init_scale=16.0)
+    model: Any = Linear().half()
+    inner = SGD(model.parameters(), lr=LR)
+    model, optimizer = accelerator.prepare(model, inner)
+    accelerator.backward(model(1.0))
+    accelerator.clip_grad_norm_(model.parameters(), 1e6)
+    with pytest.raises(OrderError, match="still are scaled"):
+        accelerator.scaler.step(inner)
+    assert model.moved == 0.0
+    optimizer.step()
+    assert model.moved == 1.0
+    detach(accelerator)

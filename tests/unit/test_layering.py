@@ -162,7 +162,9 @@ def test_the_rows_are_the_folders_and_their_sum_is_the_packages() -> None:
 
 IMPORT_CHECK = """
 import os, threading, sys
+before = dict(os.environ), threading.active_count()
 import accel_scaler
+assert before == (dict(os.environ), threading.active_count())
 assert {"torch", "accelerate", "numpy"}.isdisjoint(sys.modules)
 del sys.modules["accel_scaler"]
 import torch, accelerate

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
@@ -199,6 +200,23 @@ def test_gradients_in_a_buffer_of_the_scripts_may_be_overwritten_at_once(
     with lazy():
         found = run(True)
     assert_same(found, run(False))
+
+
+def test_the_memory_of_dropped_gradients_goes_part_by_part() -> None:
+    """Not with the last part: the next backward needs it."""
+    params = [nn.Parameter(torch.ones(1 << 13)) for _ in range(3)]
+    with lazy() as gate, AsyncOptimizer(torch.optim.SGD(params, lr=LR)) as optimizer:
+        memory = []
+        for p in params:
+            array = numpy.ones(1 << 13, dtype=numpy.float32)
+            p.grad = torch.from_numpy(array)
+            memory.append(weakref.ref(array))
+        del array
+        optimizer.step()
+        optimizer.zero_grad()
+        assert params[1].sum() == LR * (1 << 13)
+        assert done(gate) == 2
+        assert [ref() is None for ref in memory] == [True, False, False]
 
 
 def test_an_aliased_gradient_is_seen_by_autograd_as_changed() -> None:

@@ -58,6 +58,14 @@ class Stretch(Part):
         """The event at the end of its last store."""
         self.keys: list[str] = []
         """What there is of it in host memory, at this step."""
+        self.came_up_at: list[int] = []
+        """:attr:`versions` when it came up early."""
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions of its arena's memory: a script may hold a tensor of the state, and write to
+        it."""
+        return [memory._version for memory in self.arena.memory.values()]
 
     @property
     def homes(self) -> dict[str, Tensor]:
@@ -246,6 +254,7 @@ class OffloadedReplica(Replica):
                     if not ring.free:
                         ring.make(length)
                     ring.load(stretch)
+                    stretch.came_up_at = stretch.versions
 
     # The step.
 
@@ -271,7 +280,8 @@ class OffloadedReplica(Replica):
         ]
         wanted = set(steps)
         for each, slot in list(ring.loaded.items()):
-            if each not in wanted or each.keys != [*slot.views]:
+            is_current = each.came_up_at == each.versions and each.keys == [*slot.views]
+            if not is_current or each not in wanted:
                 ring.free.append(ring.loaded.pop(each))
         self._queue = deque(each for each in steps if each not in ring.loaded)
         length = self._slot_length

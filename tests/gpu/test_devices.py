@@ -13,6 +13,8 @@ from device_training import STEPS, Training, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from accel_scaler import GradScaler
+
 each_offload = pytest.mark.parametrize("offload", ["none", "cpu"])
 
 
@@ -79,3 +81,23 @@ def test_a_model_on_another_than_the_present_device(offload: str) -> None:
     found = run(plain, device=f"{KIND}:1", offload=offload, make=adamw)
     assert_same(found, run(plain, device="cpu", make=adamw))
     assert torch.accelerator.current_stream() == before
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
+def test_an_overflow_on_two_devices_is_one() -> None:
+    """F8: kernels that are given 2.0, the sum of both, would step."""
+    params = [torch.nn.Parameter(torch.ones(4, device=f"{KIND}:{i}")) for i in range(2)]
+    optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
+    scaler = GradScaler(KIND, init_scale=16.0)
+    kept = []
+    for factor in (1.0, float("inf"), 1.0):
+        losses = [(p * factor).sum() for p in params]
+        torch.autograd.backward(scaler.scale(losses))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        steps = [float(optimizer.state[p]["step"]) for p in params]
+        kept.append(([p.tolist() for p in params], steps, scaler.get_scale()))
+    assert kept[1] == (kept[0][0], [1.0, 1.0], 8.0)
+    assert kept[2][1:] == ([2.0, 2.0], 8.0)
+    assert kept[2][0] != kept[1][0]

@@ -9,7 +9,7 @@ import copy
 import gc
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -302,6 +302,18 @@ def edits_state(run: Run) -> None:
         run.finish()
 
 
+def edits_state_that_it_holds(run: Run) -> None:
+    """It asks no optimizer, but the device is done with all copies by then."""
+    for step in range(STEPS):
+        if step == 2:
+            held = [run.inner.state[p]["exp_avg"] for p in run.net.parameters()]
+        run.backward(step)
+        if step == 5:
+            synchronize()
+            torch._foreach_mul_(held, -2.0)
+        run.finish()
+
+
 def saves_and_loads(run: Run) -> None:
     saved: Any = None
     for step in range(STEPS):
@@ -340,7 +352,8 @@ def compiles(run: Run) -> None:
     "play",
     [
         *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state, compiles),
-        *(saves_and_loads, empties_the_cache, lays_gradients_out_otherwise),
+        *(edits_state_that_it_holds, saves_and_loads),
+        *(empties_the_cache, lays_gradients_out_otherwise),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -466,24 +479,82 @@ def test_a_loop_that_accumulates_by_itself_is_learnt(log: list[str]) -> None:
     assert early[9:] == [False, False, True] * 2
 
 
-@pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
-@pytest.mark.parametrize("settings", [AUTO, RING], ids=["auto", "ring"])
-def test_a_read_waits_for_copies_down(settings: dict[str, Any]) -> None:
+def after_closing(run: Run) -> dict[str, Tensor]:
+    run.optimizer.close()
+    found: dict[str, Tensor] = [*dict.values(run.inner.state)][-1]
+    return found
+
+
+READS: dict[str, Callable[[Run], dict[str, Tensor]]] = {
+    "[]": lambda run: run.inner.state[run.net.head.bias],
+    "get": lambda run: run.inner.state.get(run.net.head.bias),
+    "setdefault": lambda run: run.inner.state.setdefault(run.net.head.bias, {}),
+    "pop": lambda run: run.inner.state.pop(run.net.head.bias),
+    "popitem": lambda run: run.inner.state.popitem()[1],
+    "items": lambda run: [*run.inner.state.items()][-1][1],
+    "values": lambda run: [*run.inner.state.values()][-1],
+    "iter": lambda run: dict.__getitem__(run.inner.state, [*run.inner.state][-1]),
+    "copy": lambda run: [*run.inner.state.copy().values()][-1],
+    "copy.copy": lambda run: [*copy.copy(run.inner.state).values()][-1],
+    "deepcopy": lambda run: [*copy.deepcopy(run.inner.state).values()][-1],
+    "state_dict": lambda run: [*run.optimizer.state_dict()["state"].values()][-1],
+    "the wrapped state_dict": lambda run: [*run.inner.state_dict()["state"].values()][-1],
+    "close": after_closing,
+}
+"""Of the entry of the last parameter."""
+
+
+@pytest.fixture
+def slow_third_step() -> Iterator[tuple[Callable[[Run], None], Tensor]]:
+    """A function for the third of three steps, after which copies down take long; and what the
+    last parameter's ``exp_avg`` is then."""
     reference = Run()
     for step in range(3):
         reference.step(step)
-    p = reference.net.head.weight
-    expected = reference.inner.state[p]["exp_avg"].cpu()
+
+    def last_step(run: Run) -> None:
+        synchronize()
+        module().set_cost(down_gbps=0.0005)
+        run.step(2)
+
+    yield last_step, reference.inner.state[reference.net.head.bias]["exp_avg"].cpu()
+    module().set_cost()
+
+
+needs_slow_copies = pytest.mark.skipif(not is_simulated(), reason="needs copies that are slow")
+
+
+@needs_slow_copies
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [(AUTO, read) for read in READS] + [(RING, "[]")],
+    ids=[*READS, "ring"],
+)
+def test_a_read_waits_for_copies_down(
+    settings: dict[str, Any], read: str, slow_third_step: tuple[Callable[[Run], None], Tensor]
+) -> None:
+    last_step, expected = slow_third_step
     run = Run(**settings)
-    try:
-        for step in range(3):
-            if step == 2:
-                synchronize()
-                module().set_cost(down_gbps=0.0005)
-            run.step(step)
-        assert equal(run.inner.state[run.net.head.weight]["exp_avg"], expected)
-    finally:
-        module().set_cost()
+    for step in range(2):
+        run.step(step)
+    last_step(run)
+    assert equal(READS[read](run)["exp_avg"], expected)
+
+
+@needs_slow_copies
+def test_dropped_memory_waits_for_copies_down(
+    slow_third_step: tuple[Callable[[Run], None], Tensor],
+) -> None:
+    """Else a copy would end in memory that is another's by then."""
+    last_step, expected = slow_third_step
+    run = Run(**AUTO)
+    for step in range(2):
+        run.step(step)
+    held = run.inner.state[run.net.head.bias]["exp_avg"]
+    last_step(run)
+    del run
+    gc.collect()
+    assert equal(held, expected)
 
 
 @pytest.mark.parametrize("method", ["load", "store"])
@@ -559,15 +630,20 @@ SLACK = 512 * 64
 
 
 @pytest.mark.usefixtures("memory_counter")
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    "micro_batches", [[1], [3], [1, 1, 1, 1, 2, 2]], ids=["1", "3", "1, then 2"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_peak_is_that_of_the_ring(dtype: torch.dtype, micro_batches: int) -> None:
+def test_the_peak_is_that_of_the_ring(dtype: torch.dtype, micro_batches: list[int]) -> None:
+    """Also where state has come up for a step, and another forward comes."""
+
     def steps(settings: dict[str, Any]) -> Callable[[int], None]:
         run = Run(dtype=dtype, **settings)
 
         def step(number: int) -> None:
-            for micro_batch in range(micro_batches):
-                run.backward(number * micro_batches + micro_batch)
+            count = micro_batches[number % len(micro_batches)]
+            for micro_batch in range(count):
+                run.backward(number * count + micro_batch)
             run.finish()
 
         return step
@@ -681,16 +757,84 @@ def part_evaluated(settings: dict[str, Any]) -> Callable[[int], None]:
     return step
 
 
+def evaluated(settings: dict[str, Any]) -> Callable[[int], None]:
+    """Once, on more than it trains on."""
+    net = Layers().to(DEVICE)
+    optimizer = optimizer_of(net, settings)
+
+    def step(number: int) -> None:
+        train(net, optimizer, 500)
+        if number == 5:
+            with torch.no_grad():
+                net(torch.randn(4000, 64, device=DEVICE))
+
+    return step
+
+
+def skipped_beside_another(settings: dict[str, Any]) -> Callable[[int], None]:
+    """Between a skip and the next forward a model is trained of which offload knows nothing."""
+    net, other = Layers().to(DEVICE), Layers().to(DEVICE)
+    optimizer, plain = optimizer_of(net, settings), torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        if number < 4:
+            train(net, optimizer, 1000)
+            return
+        net(torch.randn(1000, 64, device=DEVICE)).square().mean().backward()
+        optimizer.skip_step()
+        optimizer.zero_grad()
+        train(other, plain, 1500)
+
+    return step
+
+
 @pytest.mark.usefixtures("memory_counter")
 @pytest.mark.parametrize(
     "make",
-    [in_turn, beside_another, with_a_teacher, checkpointed, out_of_proportion, part_evaluated],
+    [
+        *(in_turn, beside_another, with_a_teacher, checkpointed, out_of_proportion),
+        *(part_evaluated, evaluated, skipped_beside_another),
+    ],
 )
 def test_the_peak_is_that_of_the_ring_also(
     make: Callable[[dict[str, Any]], Callable[[int], None]],
 ) -> None:
     ring, auto = (peak_of(partial(make, settings)) for settings in (RING, AUTO))
     assert auto <= ring + SLACK
+
+
+@pytest.mark.usefixtures("memory_counter")
+@pytest.mark.parametrize("make", [adamw, fused_adamw])
+def test_the_peak_has_room_for_what_a_step_takes_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, make: Any
+) -> None:
+    """Activations have left room for some stretches."""
+    monkeypatch.setattr(offloaded, "SMALLEST_BLOCK", WIDE * WIDE)
+
+    def steps(settings: dict[str, Any]) -> Callable[[int], None]:
+        layers = [each for _ in range(8) for each in (nn.Linear(WIDE, WIDE, bias=False), nn.ReLU())]
+        net = nn.Sequential(*layers).to(DEVICE)
+        optimizer = AsyncOptimizer(make(net.parameters()), net, step_mode="sync", **settings)
+
+        def step(_: int) -> None:
+            net(torch.randn(800, WIDE, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    ring, auto = (peak_of(partial(steps, settings)) for settings in (RING, AUTO))
+    assert auto <= ring + SLACK
+
+
+@pytest.mark.parametrize("budget", [4 << 10, 8 << 10, 32 << 10])
+def test_no_more_than_the_budget_stays_on_the_device(budget: int) -> None:
+    run = Run(offload="cpu", offload_budget=budget)
+    for step in range(2):
+        run.step(step)
+    values = [v for entry in run.inner.state.values() for v in entry.values() if v.ndim > 0]
+    kept = sum(v.nbytes for v in values if v.device.type == DEVICE.split(":")[0])
+    assert 0 < kept <= budget
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 8), (torch.float16, 12)])

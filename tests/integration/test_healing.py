@@ -106,6 +106,22 @@ def test_a_healed_run_equals_one_with_the_module_in_float32(mode: str, half: boo
     assert_same(healed, named)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_running_statistics_of_a_healed_window_are_those_of_one_forward(accumulation: int) -> None:
+    """Before the module, where they were finite, and after it."""
+
+    def run(**settings: Any) -> Any:
+        net = Net()
+        net.before.append(nn.BatchNorm1d(8))
+        net.after.insert(0, nn.BatchNorm1d(8))
+        return train(net, 4, accumulation=accumulation, growth_interval=99, **settings)
+
+    healed, records = run(heal=True)
+    assert [r.healed for r in records] == [("sick",)] + [()] * 3
+    named, _ = run(fp32_modules=["sick"])
+    assert_same(healed, named)
+
+
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> None:
     """First the module is put on float32, then the scale is lowered: by the same window, or with

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from async_support import one_part_each
 from attached import cpu
+from references import loss_of, network
 from support import same
 from torch import Tensor, nn
 
@@ -147,3 +149,31 @@ def test_adagrad_begins_as_over_float32_masters(way: dict[str, Any]) -> None:
     assert same(ours.state_dict(), plain.state_dict())
     sums = [entry["sum"] for entry in optimizer.state_dict()["state"].values()]
     assert same(sums, [reference.state[master]["sum"] for master in masters])
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_masters_are_saved_also_where_the_optimizer_has_no_state(mode: Any) -> None:
+    """Each step of plain SGD is less than half a float16's last bit: only the sum shows."""
+
+    def loaded(saved: Any) -> tuple[nn.Module, AsyncOptimizer]:
+        model = network(torch.float16)
+        inner = torch.optim.SGD(model.parameters(), lr=1e-5)
+        optimizer = AsyncOptimizer(inner, model, step_mode=mode)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        return model, optimizer
+
+    def go(model: nn.Module, optimizer: AsyncOptimizer, numbers: range) -> Any:
+        for number in numbers:
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    with one_part_each():
+        whole = go(*loaded(None), range(40))
+        half = go(*loaded(None), range(20))
+        assert same(go(*loaded(half), range(20, 40)), whole)
+    assert len(whole[1]["state"]) == 4
+    assert not same(dict(whole[0]), dict(network(torch.float16).state_dict()))

@@ -17,7 +17,7 @@ from boundary_support import models, ours
 from support import LR, Linear, stock
 from torch.optim import SGD
 
-from accel_scaler import OverflowStreakError, attach, detach
+from accel_scaler import OverflowStreakError, ScalerConfig, attach, detach
 
 OVERFLOW = float("inf")
 
@@ -51,6 +51,26 @@ def test_f3_overflow_in_the_first_only(build: Any, second: float) -> None:
     assert [m.moved for m in both] == [0.0, second]
     assert [o.step_was_skipped for o in optimizers] == [True, False]
     assert accelerator.scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["steps", "clips"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "masters"])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_f3_ours(mode: Any, dtype: torch.dtype, clips: bool) -> None:
+    """Whoever unscales the second one: its step, its clip, the optimizer thread, or masters."""
+    accelerator = ours(ScalerConfig(init_scale=2.0**10, step_mode=mode))
+    plain = [Linear().to(dtype) for _ in range(2)]
+    optimizers = [accelerator.prepare(SGD(m.parameters(), lr=LR)) for m in plain]
+    both = [accelerator.prepare(m) for m in plain]
+    accelerator.backward(both[0](OVERFLOW) + both[1](1.0))
+    norms = []
+    for model, optimizer in zip(both, optimizers, strict=True):
+        if clips:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e6)))
+        optimizer.step()
+    detach(accelerator)
+    assert [m.moved for m in both] == [0.0, 1.0]
+    assert norms == ([OVERFLOW, 2.0] if clips else [])
 
 
 @pytest.mark.parametrize(

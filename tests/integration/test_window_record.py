@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
-from support import mlp, stock, weights
+from support import LR, Linear, mlp, stock, weights
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -498,3 +498,40 @@ def test_a_plain_optimizer_beside_ours(face: str, mode: str, order: str, bad: bo
     assert (params[0].tolist(), other.tolist()) == ([0.875] * 3, [1.0 if bad else 0.875] * 3)
     assert scaler.get_scale() == (SCALE / 2 if bad else SCALE)
     close_all(face, scaler, ours, clipper)
+
+
+def test_an_async_optimizer_of_an_accelerators_scaler_steps_at_its_boundary() -> None:
+    """The spike guard, telemetry and the search for an overflow are the accelerator's."""
+    accelerator = attached(init_scale=16.0, skip_norm_above=10.0)
+    model = accelerator.prepare(Linear())
+    sgd = SGD(model.parameters(), lr=LR)
+    with AsyncOptimizer(sgd, model, scaler=accelerator.scaler, step_mode="sync") as optimizer:
+        skipped = []
+        for gradient in (1.0, 100.0, INF, 1.0):
+            accelerator.backward(model(gradient))
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, True, True, False]
+    assert model.moved == 2.0
+    assert accelerator.scaler.get_scale() == 8.0
+    records = accelerator.scaler_history.records
+    assert [r.skipped for r in records] == skipped
+    assert [r.spike for r in records] == [False, True, False, False]
+    detach(accelerator)
+
+
+def test_scaled_gradients_of_masters_are_not_stepped_by_torchs_own_optimizer() -> None:
+    """A clip leaves them scaled for the prepared optimizer, which alone knows."""
+    accelerator = attached(init_scale=16.0)
+    model: Any = Linear().half()
+    inner = SGD(model.parameters(), lr=LR)
+    model, optimizer = accelerator.prepare(model, inner)
+    accelerator.backward(model(1.0))
+    accelerator.clip_grad_norm_(model.parameters(), 1e6)
+    with pytest.raises(OrderError, match="still are scaled"):
+        accelerator.scaler.step(inner)
+    assert model.moved == 0.0
+    optimizer.step()
+    assert model.moved == 1.0
+    detach(accelerator)

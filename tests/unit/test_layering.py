@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,7 +163,9 @@ def test_the_rows_are_the_folders_and_their_sum_is_the_packages() -> None:
 
 IMPORT_CHECK = """
 import os, threading, sys
+before = dict(os.environ), threading.active_count()
 import accel_scaler
+assert before == (dict(os.environ), threading.active_count())
 assert {"torch", "accelerate", "numpy"}.isdisjoint(sys.modules)
 del sys.modules["accel_scaler"]
 import torch, accelerate
@@ -181,7 +184,10 @@ for name in accel_scaler.__all__:
 
 @pytest.mark.process
 def test_importing_changes_nothing() -> None:
+    # This process has imported it already, and what that had set would be inherited.
+    kept = ("PATH", "HOME", "PYTHONPATH", "SYSTEMROOT")
+    env = {name: os.environ[name] for name in kept if name in os.environ}
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_CHECK], capture_output=True, text=True, check=False
+        [sys.executable, "-c", IMPORT_CHECK], capture_output=True, text=True, check=False, env=env
     )
     assert done.returncode == 0, done.stderr

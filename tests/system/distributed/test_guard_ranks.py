@@ -86,6 +86,25 @@ def test_ranks_with_other_gradients_agree_on_a_spike(precision: str, tmp_path: P
     on_two_ranks(body, tmp_path)
 
 
+def test_the_norm_of_a_spike_is_that_of_the_parts_of_all_ranks(tmp_path: Path) -> None:
+    """Of parts with norms of 3 and 4 it is 5."""
+
+    def body() -> None:
+        for limit, is_skipped in ((4.9, True), (5.1, False)):
+            reset()
+            accelerator: Any = attach(
+                Accelerator(mixed_precision="no"), sharded=True, skip_norm_above=limit
+            )
+            part = torch.nn.Parameter(torch.ones(4))
+            optimizer: Any = accelerator.prepare(torch.optim.SGD([part], lr=0.5))
+            accelerator.backward((part * (3.0 + dist.get_rank())).sum() / 2)
+            optimizer.step()
+            assert optimizer.step_was_skipped is is_skipped
+            detach(accelerator)
+
+    on_two_ranks(body, tmp_path)
+
+
 @before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_one_ranks_bad_batch_is_skipped_by_both(precision: str, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate import Accelerator
-from async_support import Gate, lazy
+from async_support import Gate, assert_same, lazy
 from references import loss_of, network
 from torch import Tensor, nn
 
@@ -160,6 +161,61 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool) -> N
 
     with lazy():
         assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("how", ["step", "step, one has none", "submit"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_in_a_buffer_of_the_scripts_may_be_overwritten_at_once(
+    how: str, scaled: bool
+) -> None:
+    """As DDP's buckets: whoever writes to the buffer asks no gradient, so the step has a copy."""
+
+    def run(is_ours: bool) -> list[Tensor]:
+        model, buffer = network(), torch.zeros(161)
+        params = list(model.parameters())
+        parts = buffer.split([p.numel() for p in params])
+        inner = torch.optim.SGD(params, lr=LR, momentum=0.5)
+        kind = GradScaler if is_ours else torch.amp.GradScaler
+        scaler = kind("cpu", init_scale=SCALE, enabled=scaled)
+        ours = AsyncOptimizer(inner, model, scaler=scaler if scaled else None) if is_ours else None
+        params[0].requires_grad_(how != "step, one has none")
+        for number in range(2):
+            for p, part in zip(params, parts, strict=True):
+                p.grad = part.view_as(p) if p.requires_grad else None
+            scaler.scale(loss_of(model, number)).backward()
+            if ours is None:
+                scaler.step(inner)
+                scaler.update()
+            elif how == "submit":
+                ours.submit((lambda: scaler.step(ours)) if scaled else ours.step)
+                scaler.update()
+            else:
+                ours.step()
+            buffer.zero_()
+        if ours is not None:
+            ours.close()
+        return [p.detach() for p in params]
+
+    with lazy():
+        found = run(True)
+    assert_same(found, run(False))
+
+
+def test_the_memory_of_dropped_gradients_goes_part_by_part() -> None:
+    """Not with the last part: the next backward needs it."""
+    params = [nn.Parameter(torch.ones(1 << 13)) for _ in range(3)]
+    with lazy() as gate, AsyncOptimizer(torch.optim.SGD(params, lr=LR)) as optimizer:
+        memory = []
+        for p in params:
+            array = numpy.ones(1 << 13, dtype=numpy.float32)
+            p.grad = torch.from_numpy(array)
+            memory.append(weakref.ref(array))
+        del array
+        optimizer.step()
+        optimizer.zero_grad()
+        assert params[1].sum() == LR * (1 << 13)
+        assert done(gate) == 2
+        assert [ref() is None for ref in memory] == [True, False, False]
 
 
 def test_an_aliased_gradient_is_seen_by_autograd_as_changed() -> None:

@@ -8,6 +8,7 @@ waits for it, so that a read which does not wait surely gets the value before th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -116,6 +117,54 @@ def test_a_failed_wait_is_raised_where_torch_asks_for_the_class() -> None:
         with pytest.raises(StepError, match="lost"):
             READS[name](p)
         hold.release()
+
+
+# An evaluation waits for all of them at once.
+
+
+class WithView(nn.Linear):
+    """It reads its weight through a view from before the training."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.kept = self.weight.detach().t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.is_grad_enabled() and self.training else x @ self.kept
+
+
+def encoder() -> nn.Module:
+    """In an evaluation torch runs it by a kernel of its own, which asks for plain tensors."""
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("trains", "context"),
+    [(False, nullcontext), (False, torch.no_grad), (True, torch.no_grad)],
+    ids=["eval", "eval, no_grad", "no_grad"],
+)
+@pytest.mark.parametrize("make", [WithView, encoder])
+def test_an_evaluation_is_that_of_a_plain_loop(
+    make: Callable[[], nn.Module], trains: bool, context: Callable[[], Any]
+) -> None:
+    def run(is_ours: bool) -> Tensor:
+        torch.manual_seed(0)
+        model, x = make(), torch.randn(2, 3, 8)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+        optimizer = AsyncOptimizer(sgd, model, step_mode="overlap") if is_ours else sgd
+        model(x).square().sum().backward()
+        optimizer.step()
+        model.train(trains)
+        with context():
+            found: Tensor = model(x).detach().clone()
+        if isinstance(optimizer, AsyncOptimizer):
+            optimizer.close()
+        assert not any(m._forward_pre_hooks for m in model.modules())
+        return found
+
+    with lazy():
+        found = run(True)
+    assert torch.equal(found, run(False))
 
 
 # A backward reads the parameters that its forward has saved.

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from async_support import lazy, values
 from attached import cpu, prepared, train
+from boundary_support import one
 from support import LR, Linear, mlp, reset, stock, weights
 from torch import nn
 from torch.optim import SGD
 
-from accel_scaler import OrderError, ScalerConfig, UnsupportedError, attach, detach
+from accel_scaler import OrderError, ScalerConfig, StepError, UnsupportedError, attach, detach
 from accel_scaler.integrations.optimizer import ScaledOptimizer
+from accel_scaler.optimizer_step.replica import Replica
 
 INF = float("inf")
 
@@ -52,6 +56,46 @@ def test_an_optimizer_that_another_accelerator_took_over_is_given_back_by_that_o
     detach(second)
     assert type(optimizer) is AcceleratedOptimizer
     assert type(detach(first)) is Accelerator
+
+
+def test_end_training_waits_for_the_last_step_and_raises_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody may read the model after it."""
+    accelerator = attach(cpu(), step_mode="overlap", init_scale=16.0)
+    model, optimizer = one(accelerator)
+    with lazy():
+        for moved in (1.0, 2.0):
+            accelerator.backward(model(1.0))
+            optimizer.step()
+            assert values(model)[0].tolist() == [1.0 - LR * (moved - 1.0)] * 4
+            accelerator.end_training()
+            assert values(model)[0].tolist() == [1.0 - LR * moved] * 4
+            optimizer.zero_grad()
+
+    def fail(self: Any, *args: Any) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(Replica, "step_part", fail)
+    accelerator.backward(model(1.0))
+    optimizer.step()
+    with pytest.raises(StepError, match="planted"):
+        accelerator.end_training()
+    detach(accelerator)
+
+
+def test_gradients_from_before_load_state_are_not_stepped(tmp_path: Path) -> None:
+    accelerator = attach(cpu(), init_scale=16.0)
+    model, optimizer = one(accelerator)
+    accelerator.save_state(str(tmp_path))
+    accelerator.backward(model(1.0))
+    accelerator.load_state(str(tmp_path))
+    with pytest.raises(OrderError, match="load"):
+        optimizer.step()
+    optimizer.zero_grad()
+    accelerator.backward(model(1.0))
+    optimizer.step()
+    assert model.moved == 1.0
 
 
 def test_after_detach_no_step_counts_as_skipped() -> None:

@@ -27,6 +27,46 @@ def test_a_scale_too_small_to_divide_by_skips_finite_gradients() -> None:
     assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
 
 
+@pytest.mark.parametrize("gradients", [(100.0, INF), (INF, 100.0)])
+def test_a_spike_of_one_optimizer_hides_no_overflow_of_another(
+    gradients: tuple[float, float],
+) -> None:
+    """An overflow halves the scale, a spike alone does not; both are one skip."""
+    a = ours(ScalerConfig(init_scale=16.0, skip_norm_above=10.0, max_consecutive_skips=2))
+    both, optimizers = models(a, 2)
+    for given, scale in ((gradients, 8.0), ((100.0, 100.0), 8.0), ((1.0, 1.0), 8.0)):
+        a.backward(both[0](given[0]) + both[1](given[1]))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped is (given != (1.0, 1.0))
+        assert a.scaler.get_scale() == scale
+    assert [m.moved for m in both] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("how", ["steps", "unscale_gradients", "by hand", "clip"])
+def test_a_parameter_that_two_optimizers_share_is_unscaled_once(how: str) -> None:
+    """Each of them steps it, by the same gradient."""
+    a = ours()
+    shared, *own = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    inner = [SGD([shared, p], lr=LR) for p in own]
+    optimizers = a.prepare(*inner)
+    for window in (1, 2):
+        a.backward((3 * shared + 2 * own[0] + own[1]).sum())
+        if how == "unscale_gradients":
+            a.unscale_gradients()
+        elif how == "clip":
+            a.clip_grad_norm_([shared, *own], 1e6)
+        for optimizer, raw in zip(optimizers, inner, strict=True):
+            if how == "by hand":
+                a.scaler.unscale_(raw)
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        moved = [((1 - p) / LR).tolist() for p in (shared, *own)]
+        assert moved == [[6.0 * window] * 2, [2.0 * window] * 2, [1.0 * window] * 2]
+
+
 class Table(nn.Module):
     """An embedding with sparse gradients."""
 

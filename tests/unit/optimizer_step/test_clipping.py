@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 from boundary_support import SCALE, Two, one, ours
-from support import LR
-from torch import nn
+from references import loss_of, network
+from support import LR, same, weights
+from torch import Tensor, nn
 from torch.optim import SGD
 
-from accel_scaler import OrderError, ScalerConfig, UnsupportedError, detach
+from accel_scaler import (
+    AsyncOptimizer,
+    GradScaler,
+    OrderError,
+    ScalerConfig,
+    UnsupportedError,
+    detach,
+)
 
 INF = float("inf")
 
@@ -54,6 +62,54 @@ def test_gradients_may_be_edited_after_a_value_clip_that_met_an_overflow(
     model.w.grad.mul_(2.0)
     optimizer.step()
     assert (optimizer.step_was_skipped, model.moved) == (True, 0.0)
+
+
+@pytest.mark.parametrize("scale", [1024.0, 1000.0, 0.3])
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_a_clip_is_torchs_bit_for_bit_at_any_scale(mode: Any, scale: float) -> None:
+    """Where it is no power of two, a product with it rounds."""
+
+    def run(is_ours: bool) -> tuple[list[Any], Tensor]:
+        model, norms = network(), []
+        inner = SGD(model.parameters(), lr=LR, momentum=0.9)
+        kind: Any = GradScaler if is_ours else torch.amp.GradScaler
+        scaler = kind("cpu", init_scale=scale, growth_factor=1.7, growth_interval=3)
+        ours = AsyncOptimizer(inner, model, scaler=scaler, step_mode=mode) if is_ours else None
+        for number in range(8):
+            scaler.scale(loss_of(model, number)).backward()
+            if ours is not None:
+                norms.append(ours.clip_grad_norm_(0.1))
+                ours.step()
+            else:
+                scaler.unscale_(inner)
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+                scaler.step(inner)
+                scaler.update()
+            norms += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            inner.zero_grad()
+        if ours is not None:
+            ours.close()
+        return norms, weights(model)
+
+    assert same(run(True), run(False))
+
+
+def test_norms_of_masters_are_added_up_in_the_order_given() -> None:
+    """As torch adds them up, though each optimizer has its own: the order changes the bits."""
+    generator = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(40)]
+    a = ours(ScalerConfig(init_scale=64.0))
+    halves = a.prepare(*(SGD(params[i::2], lr=LR) for i in range(2)))
+    gradients = [torch.randn(3, generator=generator) * 2.0 ** (n % 7) for n in range(40)]
+    a.backward(sum((p.float() * g).sum() for p, g in zip(params, gradients, strict=True)))
+    norms = torch.stack([torch.linalg.vector_norm(p.grad.float() / 64) for p in params])
+    owners = torch.cat((norms[0::2], norms[1::2]))
+    expected = [torch.linalg.vector_norm(each) for each in (norms, norms.flip(0), owners)]
+    assert len({float(each) for each in expected}) == 3
+    for order, norm in zip((params, params[::-1]), expected, strict=False):
+        assert float(a.clip_grad_norm_(order, 1e9)) == float(norm)
+    for optimizer in halves:
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

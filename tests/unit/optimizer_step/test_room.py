@@ -106,15 +106,37 @@ def test_a_peak_that_has_risen_leaves_less(memory: Allocator) -> None:
     assert run.window(take=True) == [700, 1700, 2700, 3800]
 
 
-def test_the_forward_lets_slots_stay_until_the_next_look(memory: Allocator) -> None:
+def test_the_backward_keeps_what_its_later_looks_need(memory: Allocator) -> None:
+    """Slots that come up stay up until the step."""
     run = Run(memory)
+    for _ in range(2):
+        found = []
+        run.room.begin()
+        for layer in range(4):
+            run.room.left(100 + layer)
+            memory.take(1000)
+        for layer in range(4):
+            memory.take(1500 if layer == 2 else 0)
+            memory.free(2500 if layer == 2 else 1000)
+            found.append(run.room.left(layer, until_step=True))
+        run.room.end()
+        run.room.after_step()
+    assert memory.peak == 4000
+    assert found == [500, 500, 3000, 4000]
+
+
+@pytest.mark.parametrize("risen", [0, 300])
+def test_the_forward_lets_slots_stay_until_the_next_look(memory: Allocator, risen: int) -> None:
+    run = Run(memory)
+    run.window()
+    memory.peak += risen
     run.window()
     run.room.begin()
     found = []
     for layer in range(4):
         found.append(run.room.left(100 + layer))
         memory.take(1000)
-    assert found == [3100, 2100, 1100, 0]
+    assert found == [3100 - risen, 2100 - risen, 1100 - risen, -risen]
 
 
 def test_between_two_steps_slots_stay_beside_what_usually_comes_there(memory: Allocator) -> None:

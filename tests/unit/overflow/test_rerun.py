@@ -162,6 +162,17 @@ def test_a_backward_that_is_differentiated_itself_is_not_run_again() -> None:
     assert "(create_graph=True)" in recording.obstacle()
 
 
+def test_a_buffer_that_a_forward_replaces_is_put_back() -> None:
+    net = Net(lambda _: setattr(net, "count", net.count + 1))
+    net.register_buffer("count", torch.zeros(()))
+    recording = recorded(net)
+    window(recording, net, torch.ones(2, 4))
+    count = net.count
+    assert module_of(recording) == "layers.1"
+    assert net.count is count
+    assert count == 1
+
+
 def test_a_gradient_penalty_is_not_made_again() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     recording, x = recorded(net), torch.ones(2, 4).requires_grad_()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -31,9 +32,11 @@ from ..scaling import (
     first_version,
     gradients_of,
     has_ranks,
+    is_uniform,
     nonzero,
     parameters_of,
     stepped,
+    total_norm,
 )
 from .clipping import Clipping
 from .mistakes import ScaledClips
@@ -182,10 +185,8 @@ class Boundary:
             return True
         self._idle.pop(optimizer, None)
         self._trained.add(optimizer)
+        self._name_scaled_clip(optimizer, known)
         record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
-        if record.edited_norm is not None:
-            norm, scale = record.edited_norm, scaler.window_scale
-            self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
         has_moved = self._launch(optimizer, record, stepper)
         if scaler.window.known(optimizer) is not record:  # a clip that was read has spoilt them
             record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
@@ -223,6 +224,18 @@ class Boundary:
         for observer in self.observers:
             observer.mistake_named(text)
 
+    def _name_scaled_clip(self, optimizer: Optimizer, record: OptimizerRecord | None) -> None:
+        """Where the script has written to gradients since the last backward, and they are scaled
+        still, as far as is known: has it clipped them? Synchronises then."""
+        before, now = self.scaler.window.versions, first_version(optimizer)
+        if before.get(id(optimizer), now) == now or (record and record.stage is not OptState.READY):
+            return
+        grads = gradients_of(params := parameters_of(optimizer))
+        if is_uniform(grads, LOW_PRECISION | {torch.float32}):
+            norm, scale = float(total_norm(params, 2.0)), self.scaler.window_scale
+            if isfinite(norm):
+                self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
+
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         groups = optimizer.param_groups
         if any(p.grad is not None for group in groups for p in group["params"]):
@@ -241,8 +254,6 @@ class Boundary:
         sent = record.sent
         if record.unread is None or sent is None or stepper.has_pre_hooks:
             return False
-        if record.deferred and not self._is_left_to(stepper):
-            self.check.unscale(optimizer, record)
         is_launched = False
         try:
             is_launched = stepper.launch(record.deferred, sent, record.gathered)

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import islice
-from math import inf, isfinite
+from math import inf
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import Optimizer
 
 from ..scaling import (
-    MAX_NAMED,
     DeferredUnscale,
     Gathered,
     GradNorm,
     NormCheck,
-    OptimizerRecord,
     SentCheck,
     by_mesh,
     clip_coefficient,
-    find_nonfinite,
     gradients_of,
     is_uniform,
     local,
@@ -32,13 +27,10 @@ from ..scaling import (
     whole,
 )
 from .arena import are_same
-from .overflow_check import OverflowCheck
+from .overflow_check import OverflowCheck, Parts
 from .stepper import stepper_of
 
 logger = logging.getLogger("accel_scaler")
-
-Parts = Sequence[tuple[Optimizer, list[Tensor], OptimizerRecord]]
-"""Optimizers, the clipped ones among their parameters, and their records."""
 
 
 class Clipping:
@@ -65,9 +57,9 @@ class Clipping:
         """Unscale the gradients of these parameters' optimizers, clip the norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit. Where it is float16, or bfloat16 with a master, and with ``fold_unscale`` on a CPU,
-        it stays scaled and unclipped until the update: read-only. After an overflow nothing is
-        clipped, and gradients may be unscaled or not.
+        for bit. Where it is float16, or bfloat16 with a master, it stays scaled and unclipped until
+        the update: read-only. After an overflow nothing is clipped, and gradients may be unscaled
+        or not.
 
         Returns the total norm before clipping, unscaled, shape (); float32 for float32 gradients or
         those of masters, else in torch's dtype; inf after an overflow. Synchronises with the
@@ -206,7 +198,7 @@ class Clipping:
                 continue
             count = len(gradients_of(parameters_of(owner)))
             if record.stage is OptState.READY and count == len(mine):  # it has no others
-                self._check.note(owner, record, mine, NormCheck(None, ()))
+                self._check.note([(owner, mine, record)], mine, NormCheck(None, ()))
         self._note(GradNorm(parameters, total, each, max_norm, norm_type=norm_type))
         return total
 
@@ -248,90 +240,37 @@ class Clipping:
         return len(set(map(id, parameters))) == len(parameters)
 
     def _clip_in_one_pass(self, parts: Parts, gathered: Gathered, max_norm: float) -> Tensor | None:
-        """One read for norm and check, one product to unscale and clip. None: not possible here."""
-        check, scale = self._check, self.scaler.window_scale
-        owners = [owner for owner, _, _ in parts]
+        """One read for norm and check, one product to unscale and clip. None: not possible here. On
+        a device that can do so, the outcome is left there: see Note [Launch before you read]."""
+        check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
         # Asked once: over thousands of tensors an answer takes a while.
-        stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
-        norms = check.one_pass(owners, gathered, stay_scaled)
-        if norms is None:
+        stay_scaled = [stepper_of(owner).keeps_scaled for owner, _, _ in parts]
+        norms = check.one_pass([owner for owner, _, _ in parts], gathered, stay_scaled)
+        if norms is None or (norms.total is None and not norms.overflowed):
             return None
         for _, _, record in parts:
             record.gathered = gathered
-        if isinstance(norms, SentCheck):
-            return self._clip_on_device(parts, gathered, max_norm, stay_scaled, norms)
-        if norms.total is None and not norms.overflowed:
-            return None
-        self._note_check(parts, gathered.params, norms, max_norm)
-        if norms.total is None:
-            return self._skip_all(parts)
-        product = clip_coefficient(norms.total, max_norm) / scale
-        self._multiply_all(parts, gathered, stay_scaled, product)
-        return norms.total
 
-    def _clip_on_device(
-        self,
-        parts: Parts,
-        gathered: Gathered,
-        max_norm: float,
-        stay_scaled: Sequence[bool],
-        sent: SentCheck,
-    ) -> Tensor:
-        """:meth:`_clip_in_one_pass` with the outcome left on the device. Does not synchronise."""
-        parameters, grads = gathered.params, gathered.grads
-        for owner, _, record in parts:
-            self._check.leave(owner, record, sent)
-        coefficient = clip_coefficient(sent.total, max_norm)
-        product = sent.where_finite(coefficient / self.scaler.window_scale)
-        self._multiply_all(parts, gathered, stay_scaled, product)
-
-        def read() -> None:
-            are_edited = any(
-                r.looked_at is not None and r.looked_at.is_changed() for _, _, r in parts
-            )
-            norms = sent.read(grads, are_edited)
-            for _, _, record in parts:  # only now: Ctrl-C may come while this waits
-                record.unread = None
-            if norms.total is None:  # they were multiplied by 1
-                for owner, _, record in parts:
-                    record.deferred, record.returned = DeferredUnscale(), None
-                    window.unscaled.difference_update(map(id, parameters_of(owner)))
-            if norms.total is not None or norms.overflowed:
-                self._note_check(parts, parameters, norms, max_norm)
-                if norms.total is None:
-                    self._skip_all(parts)
-                if norms.total is None and are_edited and _is_past_float32(parameters):
-                    # Perhaps they were finite before the edit, too: they are not clipped, so no
-                    # other check may let them through.
-                    for _, _, record in parts:
-                        record.looked_at = None
-                return
+        def undo(norms: NormCheck) -> bool:
+            """They were multiplied by 1, since their norm is no number."""
+            for owner, _, record in parts:
+                record.deferred, record.returned = DeferredUnscale(), None
+                window.unscaled.difference_update(map(id, parameters_of(owner)))
+            if norms.overflowed:
+                return False
             for _, _, record in parts:  # all are finite, but their norm is past float32
                 record.stage, record.looked_at, record.sent = OptState.READY, None, None
-            self._clip_norm(parameters, max_norm, 2.0, in_one_pass=False)
+            self._clip_norm(gathered.params, max_norm, 2.0, in_one_pass=False)
+            return True
 
-        window = self.scaler.window
-        for _, _, record in parts:
-            record.unread = read
-        return sent.shown
-
-    def _note_check(
-        self, parts: Parts, parameters: Sequence[Tensor], norms: NormCheck, max_norm: float
-    ) -> None:
-        """Write the outcome of one pass over all ``parameters`` to the records."""
-        for owner, mine, record in parts:
-            own, found = parameters, norms
-            if norms.overflowed and len(parts) > 1:  # which of them has overflowed itself?
-                bad = islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)
-                own, found = mine, NormCheck(None, tuple(bad))
-            self._check.note(owner, record, own, found)
-        if norms.total is not None:
-            self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm))
-
-    def _multiply_all(
-        self, parts: Parts, gathered: Gathered, stay_scaled: Sequence[bool], product: Tensor
-    ) -> None:
-        """Unscale and clip in one, or leave that to the step."""
+        if isinstance(norms, SentCheck):
+            check.leave(parts, gathered, norms, max_norm, undo)
+            product = norms.where_finite(clip_coefficient(norms.total, max_norm) / scale)
+        else:
+            check.note(parts, gathered.params, norms, max_norm)
+            if norms.total is None:
+                return self._skip_all(parts)
+            product = clip_coefficient(norms.total, max_norm) / scale
         for (owner, _, record), keeps_scaled in zip(parts, stay_scaled, strict=True):
             params = parameters_of(owner)
             if keeps_scaled:
@@ -339,14 +278,9 @@ class Clipping:
             else:
                 grads = gathered.grads if len(parts) == 1 else gradients_of(params)
                 torch._foreach_mul_(grads, product)
-                self.scaler.window.unscaled.update(map(id, params))
-            self._check.give_back(owner, record, () if record.deferred else params)
-
-
-def _is_past_float32(parameters: Sequence[Tensor]) -> bool:
-    """Whether all gradients are finite, and their norm is not. Synchronises."""
-    found = isfinite(float(total_norm(parameters, 2.0)))
-    return not found and next(find_nonfinite(gradients_of(parameters)), None) is None
+                window.unscaled.update(map(id, params))
+            check.give_back(owner, record, () if record.deferred else params)
+        return norms.shown if isinstance(norms, SentCheck) else norms.total
 
 
 def _norms(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from math import isfinite, isinf
 from typing import TypeVar
@@ -33,7 +31,6 @@ from ..scaling import (
     can_send,
     check_norms,
     find_nonfinite,
-    first_version,
     gradients_of,
     has_ranks,
     is_power_of_two,
@@ -46,11 +43,13 @@ from ..scaling import (
     send_norms,
     total_norm,
 )
-from .arena import are_same
 from .observer import Observer, Rerun
 from .stepper import stepper_of
 
 T = TypeVar("T")
+
+Parts = Sequence[tuple[Optimizer, Sequence[Tensor], OptimizerRecord]]
+"""Optimizers, the parameters among theirs that are meant, and their records."""
 
 
 @dataclass(eq=False)
@@ -88,45 +87,35 @@ class OverflowCheck:
 
     def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
         """Each optimizer that has some of ``parameters``, with these, in order. Raises
-        ``UnsupportedError`` where gradients are scaled and one belongs to no optimizer. The table
-        is made once a window: a loop that clips tensor by tensor asks thousands of times."""
-        window, managed = self.scaler.window, self.scaler.managed
-        sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
-        if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
-            own = parameters_of(managed[0])
-            if are_same(own, parameters) or {*map(id, own)}.issuperset(map(id, parameters)):
-                return [(managed[0], list(parameters))]
-        if window.owners is None or window.owners[0] != sizes:
-            window.owners = sizes, {}
-            for index, optimizer in enumerate(managed):
-                for key in dict.fromkeys(map(id, parameters_of(optimizer))):
-                    window.owners[1].setdefault(key, []).append(index)
-        places, found, strays = window.owners[1], defaultdict(list), []
-        for p in parameters:
-            indices = places.get(id(p), ())
-            for index in indices:
-                found[index].append(p)
-            if not indices and p.grad is not None:
-                strays.append(p)
-        if strays and window.opened_by is not None and self.scaler.is_enabled():
-            names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
-            raise UnsupportedError(
-                f"clip: {names}: no optimizer here has these parameters, so nothing unscales their "
-                "gradients. Freeze them (requires_grad_(False)), clip the optimizers' parameters "
-                "alone, or prepare their optimizer before the backward."
-            )
-        return [(managed[index], found[index]) for index in sorted(found)]
+        ``UnsupportedError`` where gradients are scaled and one belongs to no optimizer."""
+        found, owned, window = [], set[int](), self.scaler.window
+        for optimizer in self.scaler.managed:
+            own = set(map(id, parameters_of(optimizer)))
+            has_all = own.issuperset(map(id, parameters))  # nearly always, so no Python loop
+            mine = list(parameters) if has_all else [p for p in parameters if id(p) in own]
+            found += [(optimizer, mine)] if mine else []
+            owned |= own
+        if self.scaler.is_enabled() and window.opened_by is not None:
+            strays = () if owned.issuperset(map(id, parameters)) else parameters
+            if strays := [p for p in strays if p.grad is not None and id(p) not in owned]:
+                names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
+                raise UnsupportedError(
+                    f"clip: {names}: no optimizer here has these parameters, so nothing unscales "
+                    "their gradients. Freeze them (requires_grad_(False)), clip the optimizers' "
+                    "parameters alone, or prepare their optimizer before the backward."
+                )
+        return found
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
         """The optimizer's record in this window, before gradients of ``some`` of its parameters
         (None: of all) are read or written. Raises ``OrderError`` where no loss was scaled, it has
         stepped, or scaled gradients were added to unscaled ones."""
-        window, count = self.scaler.window, sum(len(g["params"]) for g in optimizer.param_groups)
+        window = self.scaler.window
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
                 window = self._next_window(window)
-            elif known and (known.count not in (None, count) or self._is_changed(known)):
+            elif known and self._is_changed(known):
                 self.forget(optimizer)
         if window.opened_by is None:
             raise OrderError(
@@ -143,12 +132,6 @@ class OverflowCheck:
                 "before optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
         record.forbid_mixture(type(optimizer).__name__, some)
-        if record.stage is OptState.UNSCALED and record.count not in (None, count):
-            raise OrderError(
-                f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
-                f"unscaled or clipped, and has {count} now: the new ones were not checked. Add "
-                "parameters before that, or after the step; zero the gradients to go on."
-            )
         return record
 
     def _is_changed(self, record: OptimizerRecord) -> bool:
@@ -180,46 +163,40 @@ class OverflowCheck:
         return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        stepper = stepper_of(optimizer)
+        stepper, is_scaled = stepper_of(optimizer), self.scaler.is_enabled()
         keeps_scaled = stepper.keeps_scaled
         self._forbid_common(optimizer, keeps_scaled)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
-        gathered = Gathered(parameters_of(optimizer))
-        params, grads = gathered.params, gathered.grads
+        gathered = record.gathered = Gathered(parameters_of(optimizer))
+        parts, grads = [(optimizer, gathered.params, record)], gathered.grads
         norms: NormCheck | SentCheck | None = None
-        versions, is_deferred = self.scaler.window.versions, stepper.reads_beside or keeps_scaled
-        is_edited = versions.get(id(optimizer), now := first_version(optimizer)) != now
         if not self.checks:
             norms = NormCheck(None, ())
-        elif is_deferred or is_edited:
+        elif stepper.reads_beside or keeps_scaled:
             norms = self.one_pass([optimizer], gathered, [keeps_scaled])
-        if norms is None and keeps_scaled:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: gradients of its float32 copies (masters) are "
-                "sharded, sparse or on several devices; load the model in float32, or in bfloat16 "
-                "with master_weights='none'."
-            )
-        if norms is None and self.scaler.is_enabled():
+            if norms is None and keeps_scaled:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}: gradients of its float32 copies (masters) are "
+                    "sharded, sparse or on several devices; load the model in float32, or in "
+                    "bfloat16 with master_weights='none'."
+                )
+        if norms is None and is_scaled:
             self.scaler.unscale_(optimizer)
             flags = record["found_inf_per_device"]
             if len(flags) == 1 and self._sends([optimizer], *flags):
-                self.note(optimizer, record, params, send_flag(*flags.values()))
+                self.leave(parts, gathered, send_flag(*flags.values()))
             return
         if norms is None and is_uniform(gathered, LOW_PRECISION | {torch.float32}):
             norms = self._take_norms([optimizer], grads)
         elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
-        if is_edited and isinstance(norms, SentCheck):
-            norms = norms.read(grads)
-        record.gathered = gathered
-        self.note(optimizer, record, params, norms)
-        if self.scaler.is_enabled():
+        if isinstance(norms, SentCheck):
+            self.leave(parts, gathered, norms)
+        else:
+            self.note(parts, gathered.params, norms)
+        if is_scaled:
             record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
-        if is_edited and isinstance(norms, NormCheck) and norms.total is not None:
-            record.edited_norm = norms.host_total
-        if is_edited and not is_deferred:
-            self.unscale(optimizer, record)
 
     def _forbid_common(self, optimizer: Optimizer, keeps_scaled: bool) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
@@ -273,56 +250,63 @@ class OverflowCheck:
 
     def note(
         self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
+        parts: Parts,
         params: Sequence[Tensor],
-        norms: NormCheck | SentCheck,
+        norms: NormCheck,
+        max_norm: float | None = None,
     ) -> None:
-        """Write what one pass has found to the record, where ``GradScaler`` reads it too. An
-        outcome that is still on the device is written once it is read."""
-        if isinstance(norms, SentCheck):
-            self.leave(optimizer, record, norms)
-            record.unread = partial(self._read, optimizer, record, params, gradients_of(params))
-            return
-        found, device = bool(norms.overflowed), params[0].device if params else self.device
-        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
+        """Write what one pass over ``params``, all of ``parts``, has found to the records, where
+        ``GradScaler`` reads it too. ``max_norm``: of the clip that the pass was made for."""
+        for optimizer, mine, record in parts:
+            bad = [params[i] for i in norms.overflowed]
+            if bad and len(parts) > 1:  # which of them has overflowed itself?
+                bad = [mine[i] for i in islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)]
+            record.stage, record.overflowed, found = OptState.UNSCALED, bad, bool(bad)
+            if record.sent is None or found == record.sent.is_finite:
+                device = params[0].device if params else self.device
+                flag = torch.full((), float(found), dtype=torch.float32, device=device)
+                record["found_inf_per_device"] = {device: flag}
+            self._agree(optimizer, record, found)
+            if not self._may_change(record):
+                record.looked_at = None
+            elif record.looked_at is None:
+                record.looked_at = Snapshot(parameters_of(optimizer))
+        for _, _, record in parts if norms.overflowed else ():
+            record.is_caught = not record.verdict
         if norms.total is not None:
-            self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
-        if record.sent is None or found == record.sent.is_finite:
-            flag = torch.full((), float(found), dtype=torch.float32, device=device)
-            record["found_inf_per_device"] = {device: flag}
-        record.overflowed = [params[i] for i in norms.overflowed]
-        self._agree(optimizer, record, found)
-        if not self._may_change(record):
-            record.looked_at = None
-        elif record.looked_at is None:
-            record.looked_at = Snapshot(parameters_of(optimizer))
+            norm = GradNorm(params, norms.host_total, norms.each, max_norm)
+            self.scaler.window.grad_norms.add(norm)
 
-    def leave(self, optimizer: Optimizer, record: OptimizerRecord, sent: SentCheck) -> None:
-        """The outcome of a check stays on the device for now; ``unread`` is the caller's to set."""
-        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
-        record["found_inf_per_device"] = {sent.found_inf.device: sent.found_inf}
-        record.sent, record.looked_at = sent, Snapshot(parameters_of(optimizer))
+    def leave(
+        self,
+        parts: Parts,
+        gathered: Gathered,
+        sent: SentCheck,
+        max_norm: float | None = None,
+        undo: Callable[[NormCheck], bool] = lambda norms: False,
+    ) -> None:
+        """The outcome of a check stays on the device until somebody asks for it. ``undo`` is told
+        of an outcome without a norm, and returns whether it has dealt with it."""
+        for optimizer, _, record in parts:
+            record.stage = OptState.UNSCALED
+            record["found_inf_per_device"] = {sent.found_inf.device: sent.found_inf}
+            record.sent, record.looked_at = sent, Snapshot(parameters_of(optimizer))
+
+        def read() -> None:
+            seen = [record.looked_at for _, _, record in parts if record.looked_at is not None]
+            norms = sent.read(gathered.grads, any(each.is_changed() for each in seen))
+            for _, _, record in parts:  # only now: Ctrl-C may come while this waits
+                record.unread = None
+            if norms.total is not None or not undo(norms):
+                self.note(parts, gathered.params, norms, max_norm)
+
+        for _, _, record in parts:
+            record.unread = read
 
     def _may_change(self, record: OptimizerRecord) -> bool:
         """Whether a script's edits after the check have the gradients checked again."""
         is_new = record.verdict or not self.scaler.window.losses
         return is_new and not self.scaler.is_enabled()
-
-    def _read(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-    ) -> None:
-        """Write the outcome of a check that was left on the device."""
-        sent, looked_at = record.sent, record.looked_at
-        assert sent is not None
-        assert looked_at is not None
-        norms = sent.read(grads, looked_at.is_changed())
-        record.unread = None  # only now: Ctrl-C may come while this waits
-        self.note(optimizer, record, params, norms)
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
         if not self.checks:

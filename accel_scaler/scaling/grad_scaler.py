@@ -139,7 +139,6 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
-        self._mirror.finish()
         bound = self._windows.bound
         return self._live if bound is None or bound.scale is None else bound.scale
 
@@ -199,10 +198,8 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             if record.verdict is not None:  # in a job: of all ranks, and not on another stream
                 record.decide(record.verdict)
-            params = parameters_of(optimizer)
-            record.count = len(params)
             if self._managed:
-                window.unscaled.update(map(id, params))
+                window.unscaled.update(map(id, parameters_of(optimizer)))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

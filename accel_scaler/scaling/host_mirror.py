@@ -13,16 +13,11 @@ class HostMirror:
     def __init__(self) -> None:
         self._known: tuple[Tensor, Tensor, tuple[int, int], Numbers] | None = None
         """The two tensors, their versions when they were last read or written, and the numbers."""
-        self._unwritten: tuple[Tensor, Tensor, Numbers] | None = None
-        """The arguments of a :meth:`write` that an interrupt has left incomplete."""
 
     def read(self, scale: Tensor, tracker: Tensor) -> Numbers:
         """Scale and tracker. Synchronises only if the tensors were written to elsewhere."""
-        self.finish()
-        numbers = self._numbers_of(scale, tracker)
-        if numbers is None:
-            numbers = float(scale), int(tracker)
-            self._known = scale, tracker, (scale._version, tracker._version), numbers
+        numbers = self._numbers_of(scale, tracker) or (float(scale), int(tracker))
+        self._known = scale, tracker, (scale._version, tracker._version), numbers
         return numbers
 
     def _numbers_of(self, scale: Tensor, tracker: Tensor) -> Numbers | None:
@@ -33,18 +28,10 @@ class HostMirror:
         return None
 
     def write(self, scale: Tensor, tracker: Tensor, numbers: Numbers) -> None:
-        """Set both; after an interrupt the next :meth:`finish` does. Does not synchronise."""
-        self._unwritten = scale, tracker, numbers
-        self.finish()
-
-    def finish(self) -> None:
-        """Complete an interrupted :meth:`write`."""
-        if self._unwritten is not None:
-            scale, tracker, numbers = self._unwritten
-            before = self._numbers_of(scale, tracker) or (None, None)
-            if before[0] != numbers[0]:
-                scale.fill_(numbers[0])
-            if before[1] != numbers[1]:
-                tracker.fill_(numbers[1])
-            self._known = scale, tracker, (scale._version, tracker._version), numbers
-            self._unwritten = None
+        """Set both. Does not synchronise."""
+        before = self._numbers_of(scale, tracker) or (None, None)
+        if before[0] != numbers[0]:
+            scale.fill_(numbers[0])
+        if before[1] != numbers[1]:
+            tracker.fill_(numbers[1])
+        self._known = scale, tracker, (scale._version, tracker._version), numbers

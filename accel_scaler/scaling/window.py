@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..errors import OrderError
 from .grad_norms import GradNorms
-from .gradients import Gathered, has_nonfinite_gradient, nonzero, parameters_of
+from .gradients import Gathered, nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
 from .sent_check import SentCheck
@@ -117,8 +117,6 @@ class OptimizerRecord(dict[str, Any]):
         """Reads the outcome of :attr:`sent` and writes it here; None: that is done."""
         self.is_caught = False
         """The optimizer was clipped together with gradients of another one, which overflowed."""
-        self.count: int | None = None
-        """The number of parameters when their gradients were unscaled or checked."""
         self.carried_over = ""
         """Why a backward may not add to gradients from before the window; "" where it may."""
         self.is_carried = False
@@ -133,8 +131,6 @@ class OptimizerRecord(dict[str, Any]):
         """Gradients that were already unscaled when another loss was scaled."""
         self.looked_at: Snapshot | None = None
         """Gradients at their check, where nothing is scaled: a script may change them unseen."""
-        self.edited_norm: float | None = None
-        """The unscaled norm, where the script wrote to scaled gradients after the backward."""
         self.norm: float | None = None
         """The unscaled norm over all ranks, before a clip, once it was asked for."""
         self.is_spike = False
@@ -194,7 +190,10 @@ class OptimizerRecord(dict[str, Any]):
                 "under `with accelerator.accumulate(model):`, or clip only after the last "
                 "backward; then zero the gradients and go on."
             )
-        if self._is_returned_changed(some):
+        if self.returned is not None and self.returned.is_changed(some):
+            self.settle()
+            if self.returned is None:  # after an overflow the clip has returned them as they were
+                return
             raise OrderError(
                 f"the gradients of {name} were changed after they were clipped, while they still "
                 "are scaled for float32 copies (masters), so the change would be scaled too. "
@@ -202,14 +201,6 @@ class OptimizerRecord(dict[str, Any]):
                 "accelerator.scaler.get_scale(); or load the model in float32. Zero the gradients "
                 "to go on."
             )
-
-    def _is_returned_changed(self, some: Iterable[Tensor] | None) -> bool:
-        """Whether the caller has changed gradients that a clip returned scaled; after an overflow
-        it returned them as they were."""
-        if self.returned is None or not self.returned.is_changed(some):
-            return False
-        self.settle()
-        return self.returned is not None
 
     @property
     def is_skipped(self) -> bool:
@@ -244,8 +235,6 @@ class Window:
         """Records by the ``id`` of each optimizer, and of each wrapper around it that was used."""
         self.unscaled: set[int] = set()
         """The ``id`` of each parameter whose gradient was unscaled in place."""
-        self.owners: tuple[object, dict[int, list[int]]] | None = None
-        """A table that belongs to :meth:`.OverflowCheck.owners`."""
         self.losses = Losses()
         self.bad_losses: int | None = None
         """Losses of all ranks that were inf or NaN, once the ranks have exchanged their numbers."""
@@ -286,12 +275,9 @@ class Window:
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of ``optimizer`` and its wrappers; made if it is new."""
         inner = stepped(optimizer)
-        if self.known(inner) is None and id(inner) in self.states:
-            gone = self.states.pop(id(inner))  # of another one at this address; its verdict counts
-            self.states[id(gone)] = gone
-        found = self.states[id(inner)]
+        found = self.known(inner) or OptimizerRecord()
         found.owner = ref(inner)
-        self.states[id(optimizer)] = found
+        self.states[id(inner)] = self.states[id(optimizer)] = found
         return found
 
     def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
@@ -317,22 +303,12 @@ class Window:
     def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
         """As the window ends: each of ``optimizers`` that has not stepped in it, and why a backward
         may not add to its gradients; "" where these have the window's scale."""
-        left = [each for each in optimizers if not self._is_done(each)]
-        # A stepped gradient is unscaled for every other optimizer that has it, too.
-        done = [each for each in optimizers if each not in left] if left else []
-        others = self.unscaled.union(id(p) for each in done for p in parameters_of(each))
-        for optimizer in left:
+        for optimizer in optimizers:
             record = self.record(optimizer)
-            mixed = [p for p in parameters_of(optimizer) if id(p) in others]
-            is_scaled = record.stage is not OptState.UNSCALED and Snapshot(mixed).is_zero
-            yield optimizer, record.carried_over or ("" if is_scaled else UNSCALED)
-
-    def _is_done(self, optimizer: Optimizer) -> bool:
-        record = self.known(optimizer)
-        if record is None or record.stage is not OptState.STEPPED:
-            return False
-        # A sum with gradients that are not finite would be skipped again.
-        return not record.found_inf or any(map(has_nonfinite_gradient, parameters_of(optimizer)))
+            if record.stage is not OptState.STEPPED:
+                mixed = self.unscaled_among(parameters_of(optimizer))  # by another one, too
+                is_scaled = record.stage is OptState.READY and Snapshot(mixed).is_zero
+                yield optimizer, record.carried_over or ("" if is_scaled else UNSCALED)
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A window for a job: this one's scale and records of ``optimizers``, as host numbers."""
@@ -342,7 +318,7 @@ class Window:
         for optimizer in optimizers:
             own.wrappers[id(stepped(optimizer))] = optimizer
             known, record = self.record(optimizer), own.record(optimizer)
-            record.stage, record.count = known.stage, known.count
+            record.stage = known.stage
             record.decide(known.found_inf)
         return own
 

@@ -1,4 +1,4 @@
-"""The host's copy of scale and tracker: never older than the tensors, never half of a write."""
+"""The host's copy of scale and tracker: never older than the tensors."""
 
 from __future__ import annotations
 
@@ -31,31 +31,6 @@ def test_what_was_written_is_not_read_from_the_device(monkeypatch: pytest.Monkey
     mirror.write(scale, tracker, (4.0, 2))
     monkeypatch.setattr(host_mirror, "float", lambda _: 1 / 0, raising=False)
     assert mirror.read(scale, tracker) == (4.0, 2)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_an_interrupted_write_is_finished_by_the_next_read(
-    which: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    fill, seen = torch.Tensor.fill_, []
-
-    def interrupted(tensor: torch.Tensor, value: float) -> torch.Tensor:
-        seen.append(value)
-        if len(seen) == which + 1:
-            raise KeyboardInterrupt
-        return fill(tensor, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "fill_", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            scaler.write_state(ScaleState(4.0, 9))
-    if which == 0:  # who scales a loss reads the tensor, others the state
-        assert float(scaler._scale) == 4.0  # type: ignore[arg-type]
-    assert scaler.read_state() == ScaleState(4.0, 9)
-    assert float(scaler._scale) == 4.0  # type: ignore[arg-type]
-    assert int(scaler._growth_tracker) == 9  # type: ignore[arg-type]
 
 
 def test_a_concurrent_reader_caches_no_old_scale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ its findings on an optimizer to the window, where every other call reads them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import OrderError, OverflowStreakError, UnsupportedError, listed
+from ..errors import OrderError, OverflowStreakError, UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
-    MAX_NAMES,
     DeferredUnscale,
     GradScaler,
     Losses,
@@ -31,7 +30,6 @@ from ..scaling import (
     first_nonfinite,
     first_version,
     gradients_of,
-    has_ranks,
     is_uniform,
     nonzero,
     parameters_of,
@@ -94,7 +92,6 @@ class Boundary:
         optimizer was to step and had no gradient."""
         self._trained: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have had a gradient."""
-        self._has_named_own = False
         _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer) -> None:
@@ -301,25 +298,9 @@ class Boundary:
         self.scaler.ranks.step_ended(optimizer)
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         self.scaler.skips.names.update(record.names)
-        if record.is_skipped and has_ranks() and not self._has_named_own:
-            self._name_own(optimizer, record.overflowed)
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
-
-    def _name_own(self, optimizer: Optimizer, overflowed: Sequence[Tensor]) -> None:
-        """Say once that this rank skips without the others, where that is so."""
-        own = self.scaler.ranks.own(optimizer)
-        if own and {*map(id, overflowed)}.issubset(map(id, own)):
-            self._has_named_own = True
-            logger.warning(
-                "%s is skipped on this rank, and not on others: DDP does not reduce %s. What was "
-                "clipped together with it is skipped, too, and in fp16 the ranks' scales differ "
-                "from here on. Set sharded=True, so that ranks agree on each skip, if all of them "
-                "step this optimizer. (Logged once.)",
-                type(optimizer).__name__,
-                listed(self.scaler.parameter_names.of(own[:MAX_NAMES], optimizer), len(own)),
-            )
 
     def _step_without_window(self, optimizer: Optimizer) -> None:
         """Nothing was scaled since its last step: only zero gradients are right as they are.

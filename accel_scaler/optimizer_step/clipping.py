@@ -85,15 +85,14 @@ class Clipping:
         is_whole = in_one_pass and norm_type == 2.0 and self._are_whole(parts, parameters)
         for owner, _, record in parts if check.wants_norm and not is_whole else ():
             check.check(owner, record)  # this clip does not take the norm of all
-        is_checked = is_scaled or check.checks
-        if is_whole and is_checked:
+        if is_whole and check.checks:
             norm = self._clip_in_one_pass(parts, gathered, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
         # Ranks that agree on a verdict do so here, whatever norm each of them will find.
         is_common = any(self.scaler.ranks.has_parts(owner) for owner, _, _ in parts)
-        checks_first = is_checked and (is_scaled or is_common or is_later)
+        checks_first = check.checks and (is_scaled or is_common or is_later)
         for owner, mine, record in parts if checks_first else ():
             check.check(owner, record)
             if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
@@ -101,13 +100,13 @@ class Clipping:
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if checks_first and self._is_skipped(parts):
+        if self._is_skipped(parts):
             return self._skip_all(parts)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
-            unchecked = parts if is_checked and not checks_first else ()
-            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked, checks_first)
+            unchecked = parts if check.checks and not checks_first else ()
+            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked)
         for owner, mine, record in parts:
             check.give_back(owner, record, () if record.deferred else mine)
         return total
@@ -159,24 +158,22 @@ class Clipping:
                 check.give_back(owner, record, mine)
 
     def note_norm(
-        self, parameters: Sequence[Tensor], norm: Tensor, max_norm: float, norm_type: float
-    ) -> None:
-        """Record the norm of a clip made elsewhere."""
-        self._note(GradNorm(parameters, norm, None, float(max_norm), norm_type))
-
-    def _note(self, norm: GradNorm) -> None:
-        self.scaler.window.grad_norms.add(norm)
-
-    def _clip_unscaled(
         self,
         parameters: Sequence[Tensor],
+        norm: Tensor,
         max_norm: float,
         norm_type: float,
-        parts: Parts = (),
-        are_finite: bool = False,
+        each: Tensor | None = None,
+    ) -> None:
+        """Record the norm of a clip."""
+        new = GradNorm(parameters, norm, each, float(max_norm), norm_type)
+        self.scaler.window.grad_norms.add(new)
+
+    def _clip_unscaled(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, unchecked: Parts
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it. A
-        finite norm is the check of ``parts``, too. ``are_finite``: gradients were checked."""
+        finite norm is the check of ``unchecked``, too."""
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
@@ -184,60 +181,54 @@ class Clipping:
         else:
             norm = _norm_of_meshes(parameters, norm_type)
         total = whole(norm)
-        is_skipped = any(record.found_inf for _, _, record in parts)  # for what another one has
-        is_fine = not is_skipped and (bool(torch.isfinite(total)) if parts else True)
-        for owner, _, record in () if is_fine else parts:
+        is_finite = not unchecked or bool(torch.isfinite(total))
+        for owner, _, record in () if is_finite else unchecked:
             self._check.check(owner, record)
-        if not is_fine and any(record.found_inf for _, _, record in parts):
-            return self._skip_all(parts)
-        if not (are_finite and max_norm == inf):  # torch divides a norm past float32 by it
+        if self._is_skipped(unchecked):
+            return self._skip_all(unchecked)
+        if max_norm != inf or not self._check.checks:  # torch divides a norm past float32 by it
             _multiply(parameters, max_norm, norm)
-        for owner, mine, record in parts:
-            if not is_fine or norm_type <= 0:  # the product may have made NaN of them
+        for owner, mine, record in unchecked:
+            if not is_finite or norm_type <= 0:  # the product may have made NaN of them
                 self._check.forget(owner)
                 continue
             count = len(gradients_of(parameters_of(owner)))
             if record.stage is OptState.READY and count == len(mine):  # it has no others
                 self._check.note([(owner, mine, record)], mine, NormCheck(None, ()))
-        self._note(GradNorm(parameters, total, each, max_norm, norm_type=norm_type))
+        self.note_norm(parameters, total, max_norm, norm_type, each)
         return total
 
     def _clip_scaled(
         self, parts: Parts, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip gradients that stay scaled, in float32 within their step. Does not synchronise."""
-        clipped: list[tuple[DeferredUnscale, list[Tensor]]] = []
+        held = [([p for p in mine if p.grad is not None], r.deferred) for _, mine, r in parts]
         found: dict[int, Tensor] = {}
-        for _, mine, record in parts:  # a shared one is clipped once
-            chosen = [p for p in mine if p.grad is not None and id(p) not in found]
-            norms = _norms(chosen, norm_type, record.deferred)
-            found.update(zip(map(id, chosen), norms, strict=True))
-            clipped.append((record.deferred, chosen))
+        for mine, deferred in held:
+            found |= zip(map(id, mine), _norms(mine, norm_type, deferred), strict=True)
         # In the order given, as torch adds them up.
-        norms = [found[id(p)] for p in parameters if id(p) in found]
+        norms = [found[id(p)] for p in parameters if p.grad is not None]
         total = norm_of(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for deferred, mine in clipped:
+        for mine, deferred in held:
             if deferred:
                 deferred.clip(mine, coefficient)
             elif mine:
                 torch._foreach_mul_(gradients_of(mine), coefficient)
-        self._note(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
+        self.note_norm(parameters, total, max_norm, norm_type)
         return total
 
     def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
         """True if ``parameters`` are exactly those of their optimizers, unchecked and unshared."""
-        window = self.scaler.window
-        if self.scaler.ranks.sharded or window.opened_by is None:
+        if self.scaler.ranks.sharded or self.scaler.window.opened_by is None:
             return False
         if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
         mine = [p for each, _, _ in parts for p in parameters_of(each)]
         if not are_same(mine, parameters):
-            given = set(map(id, mine := [p for p in mine if p.grad is not None]))
-            if len(mine) != len(parameters) or not given.issuperset(map(id, parameters)):
-                return False
-        return len(set(map(id, parameters))) == len(parameters)
+            mine = [p for p in mine if p.grad is not None]
+        given = set(map(id, parameters))
+        return len(given) == len(parameters) == len(mine) and given.issuperset(map(id, mine))
 
     def _clip_in_one_pass(self, parts: Parts, gathered: Gathered, max_norm: float) -> Tensor | None:
         """One read for norm and check, one product to unscale and clip. None: not possible here. On
@@ -260,6 +251,7 @@ class Clipping:
                 return False
             for _, _, record in parts:  # all are finite, but their norm is past float32
                 record.stage, record.looked_at, record.sent = OptState.READY, None, None
+                record["found_inf_per_device"] = {}
             self._clip_norm(gathered.params, max_norm, 2.0, in_one_pass=False)
             return True
 

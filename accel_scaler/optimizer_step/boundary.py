@@ -176,9 +176,11 @@ class Boundary:
                 stepper.step_idle()
             return True
         is_over = known is not None and known.stage is OptState.STEPPED
-        is_over = is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer))))
-        if scaler.is_enabled() and (scaler.window.opened_by is None or is_over):
-            self._step_without_window(optimizer)
+        is_over = scaler.is_enabled() and (scaler.window.opened_by is None or is_over)
+        # Where nothing was scaled since its last step only zero gradients are right as they are:
+        # ``torch.distributed.checkpoint`` steps on them to create state before it loads some.
+        if is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer)))):
+            stepper.step()
             return True
         self._idle.pop(optimizer, None)
         self._trained.add(optimizer)
@@ -195,10 +197,7 @@ class Boundary:
             self.check.unscale(optimizer, record)
         elif record.deferred:
             # Its step unscales these in place, so another optimizer that has them must not.
-            params = parameters_of(optimizer)
-            if stepper.keeps_scaled:
-                params = [p for p in params if getattr(p.grad, "dtype", 0) not in LOW_PRECISION]
-            scaler.window.unscaled.update(map(id, params))
+            scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
         stepper.wait()
         self._close(optimizer, scaler.window, record, stepper, has_moved)
         try:
@@ -248,8 +247,8 @@ class Boundary:
         """Enqueue the update before the outcome of the check is read, where that was left on the
         device; then read it. Returns whether the update has been made: see Note [Launch before you
         read]."""
-        sent = record.sent
-        if record.unread is None or sent is None or stepper.has_pre_hooks:
+        sent = record.unread
+        if sent is None or stepper.has_pre_hooks:
             return False
         is_launched = False
         try:
@@ -279,9 +278,7 @@ class Boundary:
     ) -> None:
         """Update the scale, then the parameters or not; ``has_moved``: that was done. The window is
         closed before a step begins: after an interrupt the next one is new."""
-        timing = None
-        rerun = self.check.rerun
-        has_room = always if rerun is None else rerun.has_room
+        has_room = always if self.check.rerun is None else self.check.rerun.has_room
         self.scaler.close_window(record.found_inf, record.is_spike, has_room)
         record.stage = OptState.STEPPED
         for observer in self.observers:
@@ -289,29 +286,15 @@ class Boundary:
         deferred, record.deferred = record.deferred, DeferredUnscale()
         if record.is_skipped:
             stepper.skip()
-        elif has_moved:
-            timing = stepper.timing
-        else:
-            last = stepper.timing
+        elif not has_moved:
             stepper.step(deferred, record.gathered)
-            timing = stepper.timing if stepper.timing is not last else None
+        timing = None if record.is_skipped else stepper.timing
         self.scaler.ranks.step_ended(optimizer)
         record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         self.scaler.skips.names.update(record.names)
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
-
-    def _step_without_window(self, optimizer: Optimizer) -> None:
-        """Nothing was scaled since its last step: only zero gradients are right as they are.
-        ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some."""
-        if any(map(nonzero, gradients_of(parameters_of(optimizer)))):
-            raise OrderError(
-                f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
-                "since the last step or load. Call accelerator.backward(loss) instead of "
-                "loss.backward()."
-            )
-        stepper_of(optimizer).step()
 
     def _is_left_behind(self, optimizer: Optimizer) -> bool:
         """Whether it has no parameter of the prepared models, and these have gradients that no

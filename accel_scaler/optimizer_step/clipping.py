@@ -250,7 +250,7 @@ class Clipping:
             if norms.overflowed:
                 return False
             for _, _, record in parts:  # all are finite, but their norm is past float32
-                record.stage, record.looked_at, record.sent = OptState.READY, None, None
+                record.stage, record.looked_at = OptState.READY, None
                 record["found_inf_per_device"] = {}
             self._clip_norm(gathered.params, max_norm, 2.0, in_one_pass=False)
             return True

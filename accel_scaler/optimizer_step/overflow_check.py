@@ -262,7 +262,7 @@ class OverflowCheck:
             if bad and len(parts) > 1:  # which of them has overflowed itself?
                 bad = [mine[i] for i in islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)]
             record.stage, record.overflowed, found = OptState.UNSCALED, bad, bool(bad)
-            if record.sent is None or found == record.sent.is_finite:
+            if not record["found_inf_per_device"]:
                 device = params[0].device if params else self.device
                 flag = torch.full((), float(found), dtype=torch.float32, device=device)
                 record["found_inf_per_device"] = {device: flag}
@@ -290,9 +290,9 @@ class OverflowCheck:
         for optimizer, _, record in parts:
             record.stage = OptState.UNSCALED
             record["found_inf_per_device"] = {sent.found_inf.device: sent.found_inf}
-            record.sent, record.looked_at = sent, Snapshot(parameters_of(optimizer))
+            record.looked_at = Snapshot(parameters_of(optimizer))
 
-        def read() -> None:
+        def when_read(sent: SentCheck) -> None:
             seen = [record.looked_at for _, _, record in parts if record.looked_at is not None]
             norms = sent.read(gathered.grads, any(each.is_changed() for each in seen))
             for _, _, record in parts:  # only now: Ctrl-C may come while this waits
@@ -300,8 +300,9 @@ class OverflowCheck:
             if norms.total is not None or not undo(norms):
                 self.note(parts, gathered.params, norms, max_norm)
 
+        sent.when_read = when_read  # it holds no reference to it: that were a cycle
         for _, _, record in parts:
-            record.unread = read
+            record.unread = sent
 
     def _may_change(self, record: OptimizerRecord) -> bool:
         """Whether a script's edits after the check have the gradients checked again."""

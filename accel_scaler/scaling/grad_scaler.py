@@ -595,14 +595,13 @@ class GradScaler(torch.amp.GradScaler):
         or marked where that is not possible."""
         left = self._windows.next()
         self._leaves = []
-        self.parameter_names.next_window()
         scaled: list[Optimizer] = []
         for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
             if why:
                 self._mark_carried_over(optimizer, why)
             elif any(p.grad is not None for p in parameters_of(optimizer)):
                 scaled.append(optimizer)
-                self.window.record(optimizer).is_carried = True
+                self.window.record(optimizer).carried_over = ""
         if not scaled:
             return
         now = self.read_state().scale
@@ -624,7 +623,7 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer in self.managed:
             record, params = window.known(optimizer), parameters_of(optimizer)
             if record is not None and record.carried_over and Snapshot(params).is_zero:
-                record.carried_over = ""
+                record.carried_over = None
             if record is not None and record.stage is OptState.UNSCALED:
                 before = record.unscaled_before = Snapshot(params)
                 is_left, device = not before.is_zero, params[0].device

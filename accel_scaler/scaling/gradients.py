@@ -175,11 +175,9 @@ def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list
     if stacked is not None and not math.isfinite(float(stacked.sum())):
         return None, [small[i] for i in not_finite(stacked)]
     norms = dict(zip(small, found, strict=True))
-    low = cpu and not LOW_PRECISION.isdisjoint(map(_dtype_of, grads))
-    scratch = torch.empty(NORM_BLOCK) if low else None
     for i, grad in enumerate(grads):
         if i not in norms:
-            norms[i] = norm_of(grad, 2.0, scratch)
+            norms[i] = norm_of(grad, 2.0)
             if not math.isfinite(float(norms[i])):
                 return None, [i]
     return torch.stack([norms[i] for i in range(len(grads))]), []
@@ -336,15 +334,11 @@ def _norm_of_all(grads: list[Tensor], norm_type: float) -> Tensor:
     return norm_of(torch.stack([norm_of(grad, norm_type) for grad in grads]), norm_type)
 
 
-def norm_of(grad: Tensor, norm_type: float, scratch: Tensor | None = None) -> Tensor:
-    """The norm of one tensor, shape (), float32 at least.
-
-    Args:
-        scratch: float32, shape (NORM_BLOCK,), on a CPU, to be overwritten; None: made here.
-    """
+def norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    """The norm of one tensor, shape (), float32 at least."""
     is_low, is_plain = grad.dtype in LOW_PRECISION, not hasattr(grad, "to_local")
     if is_low and is_plain and grad.device.type == "cpu" and grad.numel() > NORM_BLOCK:
-        scratch = torch.empty(NORM_BLOCK) if scratch is None else scratch
+        scratch = torch.empty(NORM_BLOCK)
         parts = torch.split(grad.reshape(-1), NORM_BLOCK)
         blocks = (scratch[: len(part)].copy_(part) for part in parts)
         grad = torch.stack([torch.linalg.vector_norm(block, norm_type) for block in blocks])

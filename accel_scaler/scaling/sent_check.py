@@ -11,7 +11,7 @@ runs. Whoever asks for it earlier waits then. On a CPU there is nothing to gain.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
@@ -40,6 +40,8 @@ class SentCheck:
         """1 where the update moves the parameters, else 0. Shape ()."""
         self.total = total + lost
         """The norm; NaN where :attr:`found_inf` is 1. Shape ()."""
+        self.when_read: Callable[[SentCheck], None] = lambda sent: None
+        """Reads the outcome and writes it to the records that wait for it."""
         self._norms = norms
         sent = total.reshape(1) if each is None else torch.cat((each, total.reshape(1)))
         self._host = torch.empty(sent.shape, dtype=torch.float32, device="cpu", pin_memory=True)

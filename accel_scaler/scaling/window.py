@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -111,16 +111,13 @@ class OptimizerRecord(dict[str, Any]):
         self.owner: ref[Any] | None = None
         """The torch optimizer; None where torch's own code has made the record."""
         self._verdict: bool | None = None
-        self.sent: SentCheck | None = None
-        """The last check, if its outcome was left on the device."""
-        self.unread: Callable[[], None] | None = None
-        """Reads the outcome of :attr:`sent` and writes it here; None: that is done."""
+        self.unread: SentCheck | None = None
+        """The last check, while its outcome is left on the device."""
         self.is_caught = False
         """The optimizer was clipped together with gradients of another one, which overflowed."""
-        self.carried_over = ""
-        """Why a backward may not add to gradients from before the window; "" where it may."""
-        self.is_carried = False
-        """Some gradients are from before the window, rescaled to its scale."""
+        self.carried_over: str | None = None
+        """Why a backward may not add to gradients from before the window; "": it may, they were
+        rescaled. None: there are none."""
         self.gathered: Gathered | None = None
         """The gradients that the last check has read, perhaps with others."""
         self.deferred = DeferredUnscale()
@@ -156,8 +153,8 @@ class OptimizerRecord(dict[str, Any]):
 
     def settle(self) -> None:
         """Wait for the outcome of a check that was left on the device, if there is one."""
-        if (read := self.unread) is not None:
-            read()
+        if self.unread is not None:
+            self.unread.when_read(self.unread)
 
     def decide(self, verdict: bool) -> None:
         """Set the common verdict of all ranks."""
@@ -170,7 +167,7 @@ class OptimizerRecord(dict[str, Any]):
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
         self.returned = self.unscaled_before = self.looked_at = None
-        self.sent = self.unread = self.gathered = None
+        self.unread = self.gathered = None
         self.overflowed = ()
 
     def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:

@@ -24,7 +24,6 @@ from ..scaling import (
     norm_of,
     parameters_of,
     total_norm,
-    whole,
 )
 from .arena import are_same
 from .overflow_check import OverflowCheck, Parts
@@ -177,24 +176,27 @@ class Clipping:
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
-            norm: Tensor = torch.linalg.vector_norm(each)
+            total: Tensor = torch.linalg.vector_norm(each)
         else:
-            norm = _norm_of_meshes(parameters, norm_type)
-        total = whole(norm)
+            total = total_norm(parameters, norm_type, is_torchs=True)
         is_finite = not unchecked or bool(torch.isfinite(total))
         for owner, _, record in () if is_finite else unchecked:
             self._check.check(owner, record)
         if self._is_skipped(unchecked):
             return self._skip_all(unchecked)
-        if max_norm != inf or not self._check.checks:  # torch divides a norm past float32 by it
-            _multiply(parameters, max_norm, norm)
-        for owner, mine, record in unchecked:
+        coefficient, held = clip_coefficient(total, max_norm), list(map(local, grads))
+        # torch divides a norm past float32 by a limit of inf; where nothing is checked, so it be.
+        is_clipped = max_norm != inf or not self._check.checks
+        for device in {each.device for each in held} if is_clipped else ():
+            mine = [each for each in held if each.device == device]
+            torch._foreach_mul_(mine, coefficient.to(device))
+        for owner, own, record in unchecked:
             if not is_finite or norm_type <= 0:  # the product may have made NaN of them
                 self._check.forget(owner)
                 continue
             count = len(gradients_of(parameters_of(owner)))
-            if record.stage is OptState.READY and count == len(mine):  # it has no others
-                self._check.note([(owner, mine, record)], mine, NormCheck(None, ()))
+            if record.stage is OptState.READY and count == len(own):  # it has no others
+                self._check.note([(owner, own, record)], own, NormCheck(None, ()))
         self.note_norm(parameters, total, max_norm, norm_type, each)
         return total
 
@@ -210,7 +212,7 @@ class Clipping:
         norms = [found[id(p)] for p in parameters if p.grad is not None]
         total = norm_of(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for mine, deferred in held:
+        for mine, deferred in held if max_norm != inf else ():
             if deferred:
                 deferred.clip(mine, coefficient)
             elif mine:
@@ -257,12 +259,14 @@ class Clipping:
 
         if isinstance(norms, SentCheck):
             check.leave(parts, gathered, norms, max_norm, undo)
-            product = norms.where_finite(clip_coefficient(norms.total, max_norm) / scale)
+            product = torch.nan_to_num(clip_coefficient(norms.total, max_norm) / scale, nan=1.0)
+            total = torch.nan_to_num(norms.total, nan=inf)
         else:
             check.note(parts, gathered.params, norms, max_norm)
             if norms.total is None:
                 return self._skip_all(parts)
-            product = clip_coefficient(norms.total, max_norm) / scale
+            total = norms.total
+            product = clip_coefficient(total, max_norm) / scale
         for (owner, _, record), keeps_scaled in zip(parts, stay_scaled, strict=True):
             params = parameters_of(owner)
             if keeps_scaled:
@@ -272,7 +276,7 @@ class Clipping:
                 torch._foreach_mul_(grads, product)
                 window.unscaled.update(map(id, params))
             check.give_back(owner, record, () if record.deferred else params)
-        return norms.shown if isinstance(norms, SentCheck) else norms.total
+        return total
 
 
 def _norms(
@@ -288,27 +292,3 @@ def _norms(
         return [norm_of(grad.float() * factor, norm_type) for grad, factor in pairs]
     scaled = torch.stack([norm_of(grad, norm_type) for grad in grads])
     return list((scaled * torch.stack(factors)).unbind())
-
-
-# ``torch.nn.utils.clip_grad_norm_`` in two halves, for plain parameters and DTensors of any meshes.
-
-
-def _norm_of_meshes(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms: list[Tensor] = [
-        torch.nn.utils.get_total_norm(grads, norm_type)
-        for grads in by_mesh(gradients_of(parameters))
-    ]
-    if len(norms) == 1:
-        return norms[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(list(map(whole, norms))), norm_type)
-    return total
-
-
-def _multiply(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    grads = gradients_of(parameters)
-    if len({getattr(grad, "device_mesh", None) for grad in grads}) == 1:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return
-    coefficient = clip_coefficient(norm, max_norm)
-    for held in map(local, grads):
-        held.mul_(coefficient.to(held.device))

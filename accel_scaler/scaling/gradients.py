@@ -319,19 +319,22 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(meshes.values())
 
 
-def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, shape (); float32 for those of low precision. Of
-    DTensors, which may stand beside plain tensors, every rank's elements count: communicates."""
+def total_norm(parameters: Iterable[Tensor], norm_type: float, is_torchs: bool = False) -> Tensor:
+    """The norm of all gradient elements together, shape (); float32 for those of low precision,
+    except where it ``is_torchs``, bit for bit. Of DTensors, which may stand beside plain tensors,
+    every rank's elements count: communicates."""
     grads = [_values(g) if g.is_sparse else g for g in gradients_of(parameters)]
-    norms = [whole(_norm_of_all(some, norm_type)) for some in by_mesh(grads) or [[]]]
-    return norms[0] if len(norms) == 1 else norm_of(torch.stack(norms), norm_type)
-
-
-def _norm_of_all(grads: list[Tensor], norm_type: float) -> Tensor:
-    if all(grad.dtype not in LOW_PRECISION for grad in grads):
-        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
-        return total
-    return norm_of(torch.stack([norm_of(grad, norm_type) for grad in grads]), norm_type)
+    norms: list[Tensor] = []
+    for some in by_mesh(grads) or [[]]:
+        if is_torchs or all(grad.dtype not in LOW_PRECISION for grad in some):
+            norm = torch.nn.utils.get_total_norm(some, norm_type)
+        else:
+            norm = norm_of(torch.stack([norm_of(grad, norm_type) for grad in some]), norm_type)
+        norms.append(whole(norm))
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def norm_of(grad: Tensor, norm_type: float) -> Tensor:
@@ -348,10 +351,7 @@ def norm_of(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``; 1 for
-    an infinite limit, also where the norm is past float32."""
-    if max_norm == math.inf:
-        return torch.clamp(total_norm, 1.0, 1.0)  # NaN stays NaN
+    """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``."""
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 

@@ -48,15 +48,6 @@ class SentCheck:
         self._host.copy_(sent, non_blocking=True)
         self._event = event_after(sent.device)
 
-    def where_finite(self, factor: Tensor) -> Tensor:
-        """``factor``, computed from :attr:`total`; 1 where :attr:`found_inf` is 1."""
-        return torch.nan_to_num(factor, nan=1.0)
-
-    @property
-    def shown(self) -> Tensor:
-        """The norm for a caller: inf where :attr:`found_inf` is 1. Shape ()."""
-        return torch.nan_to_num(self.total, nan=torch.inf)
-
     @property
     def is_finite(self) -> bool:
         """Whether :attr:`found_inf` is 0. Waits for the check, not for what was enqueued after."""

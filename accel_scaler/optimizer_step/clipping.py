@@ -80,7 +80,7 @@ class Clipping:
         if not parameters:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
-        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        parts = check.parts(parameters)
         is_whole = in_one_pass and norm_type == 2.0 and self._are_whole(parts, parameters)
         for owner, _, record in parts if check.wants_norm and not is_whole else ():
             check.check(owner, record)  # this clip does not take the norm of all
@@ -99,7 +99,7 @@ class Clipping:
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if self._is_skipped(parts):
+        if check.checks and self._is_skipped(parts):
             return self._skip_all(parts)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
@@ -133,7 +133,7 @@ class Clipping:
         self.scaler.window.clipped_values = True
         check = self._check
         parameters = [p for p in parameters if p.grad is not None]
-        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        parts = check.parts(parameters)
         owned = {id(p) for _, mine, _ in parts for p in mine}
         unscaled = [p for p in parameters if id(p) not in owned]  # where nothing is scaled
         for owner, mine, record in parts:

@@ -85,9 +85,10 @@ class OverflowCheck:
         """Whether an observer reads the norm of each gradient."""
         return any(observer.wants_each_norm for observer in self.observers)
 
-    def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
-        """Each optimizer that has some of ``parameters``, with these, in order. Raises
-        ``UnsupportedError`` where gradients are scaled and one belongs to no optimizer."""
+    def parts(self, parameters: Sequence[Tensor]) -> Parts:
+        """Each optimizer that has some of ``parameters``, with these, in order, and its record.
+        Raises as :meth:`record`, and ``UnsupportedError`` where gradients are scaled and one
+        belongs to no optimizer."""
         found, owned, window = [], set[int](), self.scaler.window
         for optimizer in self.scaler.managed:
             own = set(map(id, parameters_of(optimizer)))
@@ -104,7 +105,7 @@ class OverflowCheck:
                     "their gradients. Freeze them (requires_grad_(False)), clip the optimizers' "
                     "parameters alone, or prepare their optimizer before the backward."
                 )
-        return found
+        return [(optimizer, mine, self.record(optimizer, mine)) for optimizer, mine in found]
 
     def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
         """The optimizer's record in this window, before gradients of ``some`` of its parameters

@@ -244,10 +244,8 @@ class OverflowCheck:
     def _take_norms(
         self, owners: Iterable[Optimizer], grads: Sequence[Tensor]
     ) -> NormCheck | SentCheck:
-        device = grads[0].device
-        if self._sends(owners, device):
-            return send_norms(grads, reciprocal(self.scaler.window_scale), self.wants_each_norm)
-        return check_norms(grads, self.inv_scale(device), self.wants_each_norm)
+        take = send_norms if self._sends(owners, grads[0].device) else check_norms
+        return take(grads, reciprocal(self.scaler.window_scale), self.wants_each_norm)
 
     def note(
         self,

@@ -30,12 +30,11 @@ from .gradients import (
     reciprocal,
     unscale_in_place,
 )
-from .host_mirror import HostMirror
 from .parameter_names import ParameterNames
 from .ranks import Ranks
 from .skips import SkipStreak
 from .thread_windows import ThreadWindows
-from .update_rule import Rule, ScaleState, always
+from .update_rule import HostMirror, Rule, ScaleState, always
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")

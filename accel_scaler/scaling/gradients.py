@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
@@ -37,20 +36,6 @@ SMALLEST_NORMAL = 2.0**-126
 
 MAX_NAMED = 3
 """Non-finite gradients that a check looks for; to find all would read every one once more."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormCheck:
-    """The outcome of :func:`check_norms`."""
-
-    total: Tensor | None
-    """Unscaled total norm, float32, shape (); None where no norm could be taken."""
-    overflowed: tuple[int, ...]
-    """Indices of the first few gradients with non-finite elements; empty: all are finite."""
-    host_total: float = math.nan
-    """``total`` as a Python float."""
-    each: Tensor | None = None
-    """Unscaled norm of each gradient, float32, shape (n,), on the host; only with ``keep_each``."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -130,57 +115,6 @@ def is_power_of_two(scale: float) -> bool:
 def reciprocal(scale: float) -> float:
     """1 / scale; inf where float32 may not hold it, after some 140 back-offs in a row."""
     return 1.0 / scale if scale >= SMALLEST_NORMAL else math.inf
-
-
-@torch.no_grad()
-def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = False) -> NormCheck:
-    """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
-
-    With a power-of-two scale the total equals, bit for bit, what
-    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
-    small gradients are read first and large ones one by one: an overflow in the backward reaches
-    the biases of every earlier layer, so that a skipped window costs little.
-
-    Args:
-        grads: uniform gradients (see :func:`is_uniform`), scaled.
-        inv_scale: reciprocal of their scale, float32, shape (), on their device.
-        keep_each: return the norm of each gradient, too.
-
-    Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
-    all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
-    """
-    stacked, suspects = _norms_until_nonfinite(grads)
-    if stacked is not None:
-        unscaled = stacked * inv_scale
-        total = torch.linalg.vector_norm(unscaled)
-        each = on_host(unscaled, total) if keep_each else total.reshape(1)
-        value = float(each[-1])
-        if math.isfinite(value):
-            return NormCheck(total, (), value, each[:-1] if keep_each else None)
-        suspects = not_finite(stacked)
-    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MAX_NAMED)
-    return NormCheck(None, tuple(overflowed))
-
-
-def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
-    """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
-    cpu = grads[0].device.type == "cpu"
-    sizes = list(map(Tensor.numel, grads))
-    if not cpu or max(sizes) < LARGE:
-        with run_on_one_thread(cpu and max(sizes) <= SMALL):
-            return torch.stack(list(norms_of(grads))), []
-    small = [i for i, size in enumerate(sizes) if size < LARGE]
-    found = norms_of([grads[i] for i in small]) if small else ()
-    stacked = torch.stack(list(found)) if small else None
-    if stacked is not None and not math.isfinite(float(stacked.sum())):
-        return None, [small[i] for i in not_finite(stacked)]
-    norms = dict(zip(small, found, strict=True))
-    for i, grad in enumerate(grads):
-        if i not in norms:
-            norms[i] = norm_of(grad, 2.0)
-            if not math.isfinite(float(norms[i])):
-                return None, [i]
-    return torch.stack([norms[i] for i in range(len(grads))]), []
 
 
 def norms_of(grads: Sequence[Tensor]) -> Sequence[Tensor]:

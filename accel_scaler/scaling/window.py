@@ -15,11 +15,11 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
+from .checks import SentCheck
 from .grad_norms import GradNorms
 from .gradients import Gathered, nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
-from .sent_check import SentCheck
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from accel_scaler import GradScaler
-from accel_scaler.scaling import host_mirror
-from accel_scaler.scaling.host_mirror import HostMirror
-from accel_scaler.scaling.update_rule import ScaleState
+from accel_scaler.scaling import update_rule
+from accel_scaler.scaling.update_rule import HostMirror, ScaleState
 
 
 def test_it_follows_tensors_that_are_written_or_replaced() -> None:
@@ -29,7 +28,7 @@ def test_it_follows_tensors_that_are_written_or_replaced() -> None:
 def test_what_was_written_is_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     mirror, scale, tracker = HostMirror(), torch.tensor(8.0), torch.tensor(1)
     mirror.write(scale, tracker, (4.0, 2))
-    monkeypatch.setattr(host_mirror, "float", lambda _: 1 / 0, raising=False)
+    monkeypatch.setattr(update_rule, "float", lambda _: 1 / 0, raising=False)
     assert mirror.read(scale, tracker) == (4.0, 2)
 
 
@@ -50,7 +49,7 @@ def test_a_concurrent_reader_caches_no_old_scale(monkeypatch: pytest.MonkeyPatch
         return number
 
     scaler._scale.add_(0.0)  # type: ignore[union-attr]  # what is known of it is out of date
-    monkeypatch.setattr(host_mirror, "float", slow, raising=False)
+    monkeypatch.setattr(update_rule, "float", slow, raising=False)
     reader = threading.Thread(target=scaler.get_scale)
     reader.start()
     assert inside.wait(10)

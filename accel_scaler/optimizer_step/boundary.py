@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -37,16 +37,13 @@ from ..scaling import (
     total_norm,
 )
 from .clipping import Clipping
-from .mistakes import ScaledClips
+from .mistakes import IdleOptimizers, ScaledClips
 from .observer import Observer, Rerun
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
 from .stepper import Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
-
-MAX_IDLE_WINDOWS = 10
-"""Windows that an optimizer may go without its first gradient before a warning is logged."""
 
 _boundaries: WeakKeyDictionary[GradScaler, ref[Boundary]] = WeakKeyDictionary()
 
@@ -87,11 +84,7 @@ class Boundary:
         self.clipping = Clipping(self.check)
         self.scaled_clips = ScaledClips()
         self._mistakes: set[str] = set()
-        self._idle: WeakKeyDictionary[Optimizer, set[Losses]] = WeakKeyDictionary()
-        """``Window.losses`` of the windows in a row, ``MAX_IDLE_WINDOWS`` at most, in which an
-        optimizer was to step and had no gradient."""
-        self._trained: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that have had a gradient."""
+        self._idle = IdleOptimizers(scaler)
         _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer) -> None:
@@ -171,7 +164,7 @@ class Boundary:
         if not self._has_gradients(optimizer) and not (
             known is not None and known.stage is not OptState.STEPPED and known.is_bad
         ):
-            self._count_idle(optimizer, scaler.window)
+            self.name_mistake(self._idle.mistake(optimizer))
             if not scaler.is_enabled():
                 stepper.step_idle()
             return True
@@ -182,8 +175,7 @@ class Boundary:
         if is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer)))):
             stepper.step()
             return True
-        self._idle.pop(optimizer, None)
-        self._trained.add(optimizer)
+        self._idle.has_trained(optimizer)
         self._name_scaled_clip(optimizer, known)
         record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
         has_moved = self._launch(optimizer, record, stepper)
@@ -295,40 +287,3 @@ class Boundary:
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
-
-    def _is_left_behind(self, optimizer: Optimizer) -> bool:
-        """Whether it has no parameter of the prepared models, and these have gradients that no
-        optimizer steps. A model whose turn another one waits for has an optimizer."""
-        mine = set(map(id, parameters_of(optimizer)))
-        owned = {id(p) for each in self.scaler.managed for p in parameters_of(each)}
-        models = self.scaler.parameter_names.parameters()
-        is_stray = any(p.grad is not None and id(p) not in owned for p in models)
-        return is_stray and mine.isdisjoint(map(id, models))
-
-    def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
-        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
-        it may wait for its turn (GANs, adapters), and once it has had a gradient, go without for
-        any number of windows, unless its model has other parameters now."""
-        windows = self._idle.setdefault(optimizer, set())
-        if window.opened_by is None or len(windows) >= MAX_IDLE_WINDOWS:
-            return
-        windows.add(window.losses)
-        is_last, is_new = len(windows) == MAX_IDLE_WINDOWS, optimizer not in self._trained
-        if (is_new or is_last) and self._is_left_behind(optimizer):
-            name = type(optimizer).__name__
-            self.name_mistake(
-                f"{name} trains nothing: none of its parameters is the prepared model's any more, "
-                "and no optimizer has those that the model has now. Make it anew, after whatever "
-                "made new parameters (a load, a resume, a resize), and prepare it: optimizer = "
-                f"accelerator.prepare({name}(model.parameters(), ...))."
-            )
-        elif is_new and is_last:
-            logger.warning(
-                "%s was due in %d steps and has never had a gradient, so it trains "
-                "nothing. Its first parameter is %s. Make it from the parameters of the model that "
-                "computes the loss, after that was wrapped or moved, and unfreeze them. (Logged "
-                "once.)",
-                type(optimizer).__name__,
-                MAX_IDLE_WINDOWS,
-                *self.scaler.parameter_names.of(parameters_of(optimizer)[:1], optimizer),
-            )

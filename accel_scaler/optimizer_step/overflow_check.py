@@ -157,7 +157,7 @@ class OverflowCheck:
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
-        if record.unread is None and record.verdict is None:
+        if record.unread is None and record.agreed is None:
             self._agree(optimizer, record, record.found_inf)
         if self.wants_norm and not record.found_inf:
             self.norm(optimizer)
@@ -202,17 +202,18 @@ class OverflowCheck:
     def _forbid_common(self, optimizer: Optimizer, keeps_scaled: bool) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
         another one: they would be unscaled twice, or not at all."""
-        window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
-        common = len(window.unscaled_among(parameters_of(optimizer))) if keeps_scaled else 0
+        window, params = self.scaler.window, parameters_of(optimizer)
+        common = window.unscaled_among(params) if keeps_scaled else []
         for other in self.scaler.managed:
             record = window.known(other)
             if other is not optimizer and record is not None and record.deferred:
-                common += sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
+                theirs = set(map(id, parameters_of(other)))
+                common += [p for p in params if p.grad is not None and id(p) in theirs]
         if common:
             raise OrderError(
-                f"{type(optimizer).__name__} shares {common} parameters with another optimizer, "
-                "and the gradients of one of them stay scaled, for float32 copies (masters). Put "
-                "the shared parameters in one optimizer, or load the model in float32; zero the "
+                f"{type(optimizer).__name__} shares {len(common)} parameters with another "
+                "optimizer, and the gradients of one of them stay scaled, for float32 copies "
+                "(masters). Put these in one optimizer, or load the model in float32; zero the "
                 "gradients to go on."
             )
 
@@ -310,11 +311,11 @@ class OverflowCheck:
 
     def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
         if not self.checks:
-            record.verdict = False
+            record.agreed = False
             return
         lost = isinf(reciprocal(self.scaler.window_scale))  # no gradient survived such a scale
         ranks, here = self.scaler.ranks, found or lost
-        record.verdict = ranks.agree_on_overflow(here, optimizer, self.device)
+        record.agreed = ranks.agree_on_overflow(here, optimizer, self.device)
 
     def norm(self, optimizer: Optimizer) -> float:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a

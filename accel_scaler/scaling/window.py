@@ -110,7 +110,8 @@ class OptimizerRecord(dict[str, Any]):
         super().__init__(_refresh_per_optimizer_state())
         self.owner: ref[Any] | None = None
         """The torch optimizer; None where torch's own code has made the record."""
-        self._verdict: bool | None = None
+        self.agreed: bool | None = None
+        """:attr:`verdict`, as far as it was read."""
         self.unread: SentCheck | None = None
         """The last check, while its outcome is left on the device."""
         self.is_caught = False
@@ -145,11 +146,7 @@ class OptimizerRecord(dict[str, Any]):
         """Whether the gradients overflowed on any rank; None before the ranks have agreed. Waits
         for the outcome of a check that was left on the device."""
         self.settle()
-        return self._verdict
-
-    @verdict.setter
-    def verdict(self, verdict: bool | None) -> None:
-        self._verdict = verdict
+        return self.agreed
 
     def settle(self) -> None:
         """Wait for the outcome of a check that was left on the device, if there is one."""
@@ -158,7 +155,7 @@ class OptimizerRecord(dict[str, Any]):
 
     def decide(self, verdict: bool) -> None:
         """Set the common verdict of all ranks."""
-        self.verdict = verdict
+        self.agreed = verdict
         # torch's methods read this, where above 0 is an overflow. It is on the host: no read waits.
         self["found_inf_per_device"] = {
             HOST: torch.full((), float(verdict), dtype=torch.float32, device=HOST)

@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.optimizer_step.boundary import MAX_IDLE_WINDOWS
-from accel_scaler.optimizer_step.mistakes import SAME, TRIES
+from accel_scaler.optimizer_step.mistakes import MAX_IDLE_WINDOWS, SAME, TRIES
 from accel_scaler.report.reader import read_run
 from accel_scaler.telemetry import verdict
 

@@ -37,13 +37,16 @@ from ..scaling import (
     total_norm,
 )
 from .clipping import Clipping
-from .mistakes import IdleOptimizers, ScaledClips
+from .mistakes import ScaledClips
 from .observer import Observer, Rerun
 from .overflow_check import OverflowCheck
 from .spikes import SpikeRule
 from .stepper import Stepper, stepper_of
 
 logger = logging.getLogger("accel_scaler")
+
+MAX_IDLE_WINDOWS = 10
+"""Windows that an optimizer may go without its first gradient before a warning is logged."""
 
 _boundaries: WeakKeyDictionary[GradScaler, ref[Boundary]] = WeakKeyDictionary()
 
@@ -84,7 +87,9 @@ class Boundary:
         self.clipping = Clipping(self.check)
         self.scaled_clips = ScaledClips()
         self._mistakes: set[str] = set()
-        self._idle = IdleOptimizers(scaler)
+        self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
+        """``Window.losses`` of the windows without a gradient of an optimizer; None: it has had
+        one."""
         _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer) -> None:
@@ -164,7 +169,7 @@ class Boundary:
         if not self._has_gradients(optimizer) and not (
             known is not None and known.stage is not OptState.STEPPED and known.is_bad
         ):
-            self.name_mistake(self._idle.mistake(optimizer))
+            self._count_idle(optimizer)
             if not scaler.is_enabled():
                 stepper.step_idle()
             return True
@@ -175,7 +180,7 @@ class Boundary:
         if is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer)))):
             stepper.step()
             return True
-        self._idle.has_trained(optimizer)
+        self._idle[optimizer] = None
         self._name_scaled_clip(optimizer, known)
         record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
         has_moved = self._launch(optimizer, record, stepper)
@@ -287,3 +292,21 @@ class Boundary:
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
+
+    def _count_idle(self, optimizer: Optimizer) -> None:
+        """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
+        it may wait for its turn (GANs, adapters), and go without one once it has had one."""
+        windows, window = self._idle.setdefault(optimizer, set()), self.scaler.window
+        if windows is None or window.opened_by is None or len(windows) == MAX_IDLE_WINDOWS:
+            return
+        windows.add(window.losses)
+        if len(windows) == MAX_IDLE_WINDOWS:
+            logger.warning(
+                "%s was due in %d steps and has never had a gradient, so it trains nothing. Its "
+                "first parameter is %s. Make it from the parameters of the model that computes the "
+                "loss, after that was loaded, resized, wrapped or moved; unfreeze them. (Logged "
+                "once.)",
+                type(optimizer).__name__,
+                MAX_IDLE_WINDOWS,
+                *self.scaler.parameter_names.of(parameters_of(optimizer)[:1], optimizer),
+            )

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from math import isclose
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from ..scaling import GradScaler, Losses, first_version, parameters_of
-
-logger = logging.getLogger("accel_scaler")
+from ..scaling import first_version
 
 SAME = 5
 """Edited windows in a row whose scaled norm is the same, after which something has set it."""
 TRIES = 20
 """Norms unlike the one before, after which nobody looks for a constant one any more."""
-MAX_IDLE_WINDOWS = 10
-"""Windows that an optimizer may go without its first gradient before it is named."""
 LOSING = 2
 """Windows in a row that lose micro-batches: one may be a batch that is dropped on purpose."""
 
@@ -94,54 +89,3 @@ class DroppedBatches:
             "trains alone. Call optimizer.zero_grad() after optimizer.step(), not before the "
             "backward."
         )
-
-
-class IdleOptimizers:
-    """Tells optimizers that are to step and never have a gradient, where torch's scaler raises at
-    once. One may wait for its turn (GANs, adapters), and once it has had a gradient, go without for
-    any number of windows, unless its model has other parameters now."""
-
-    def __init__(self, scaler: GradScaler) -> None:
-        self._scaler = scaler
-        self._idle: WeakKeyDictionary[Optimizer, set[Losses]] = WeakKeyDictionary()
-        """``Window.losses`` of an optimizer's last windows, all without a gradient."""
-        self._trained: WeakSet[Optimizer] = WeakSet()
-
-    def has_trained(self, optimizer: Optimizer) -> None:
-        """It has a gradient."""
-        self._idle.pop(optimizer, None)
-        self._trained.add(optimizer)
-
-    def mistake(self, optimizer: Optimizer) -> str | None:
-        """What to say of ``optimizer``, which has no gradient in its step; None: nothing."""
-        windows, window = self._idle.setdefault(optimizer, set()), self._scaler.window
-        if window.opened_by is None or len(windows) >= MAX_IDLE_WINDOWS:
-            return None
-        windows.add(window.losses)
-        is_last, is_new = len(windows) == MAX_IDLE_WINDOWS, optimizer not in self._trained
-        name = type(optimizer).__name__
-        if (is_new or is_last) and self._is_left_behind(optimizer):
-            return (
-                f"{name} trains nothing: none of its parameters is the prepared model's any more, "
-                "and no optimizer has those that the model has now. Make it anew, after whatever "
-                "made new parameters (a load, a resume, a resize), and prepare it: optimizer = "
-                f"accelerator.prepare({name}(model.parameters(), ...))."
-            )
-        if is_new and is_last:
-            first = self._scaler.parameter_names.of(parameters_of(optimizer)[:1], optimizer)
-            logger.warning(
-                "%s was due in %d steps and has never had a gradient, so it trains nothing. Its "
-                "first parameter is %s. Make it from the parameters of the model that computes the "
-                "loss, after that was wrapped or moved, and unfreeze them. (Logged once.)",
-                *(name, MAX_IDLE_WINDOWS, "".join(first)),
-            )
-        return None
-
-    def _is_left_behind(self, optimizer: Optimizer) -> bool:
-        """Whether it has no parameter of the prepared models, and these have gradients that no
-        optimizer steps. A model whose turn another one waits for has an optimizer."""
-        mine = set(map(id, parameters_of(optimizer)))
-        owned = {id(p) for each in self._scaler.managed for p in parameters_of(each)}
-        models = self._scaler.parameter_names.parameters()
-        is_stray = any(p.grad is not None and id(p) not in owned for p in models)
-        return is_stray and mine.isdisjoint(map(id, models))

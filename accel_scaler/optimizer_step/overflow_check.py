@@ -105,19 +105,21 @@ class OverflowCheck:
                     "their gradients. Freeze them (requires_grad_(False)), clip the optimizers' "
                     "parameters alone, or prepare their optimizer before the backward."
                 )
-        return [(optimizer, mine, self.record(optimizer, mine)) for optimizer, mine in found]
+        return [(optimizer, mine, self.record(optimizer)) for optimizer, mine in found]
 
-    def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
-        """The optimizer's record in this window, before gradients of ``some`` of its parameters
-        (None: of all) are read or written. Raises ``OrderError`` where no loss was scaled, it has
-        stepped, or scaled gradients were added to unscaled ones."""
+    def record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """The optimizer's record in this window, before gradients are read or written. Raises
+        ``OrderError`` where no loss was scaled, it has stepped, or scaled gradients were added to
+        unscaled ones."""
         window = self.scaler.window
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
                 window = self._next_window(window)
-            elif known and self._is_changed(known):
-                self.forget(optimizer)
+            elif known and known.looked_at is not None and known.looked_at.is_changed:
+                known.settle()
+                if known.looked_at is not None:  # a script may change what was checked
+                    self.forget(optimizer)
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step or "
@@ -132,15 +134,8 @@ class OverflowCheck:
                 f"{type(optimizer).__name__} has already stepped since the last backward. Clip "
                 "before optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
-        record.forbid_mixture(type(optimizer).__name__, some)
+        record.forbid_mixture(type(optimizer).__name__)
         return record
-
-    def _is_changed(self, record: OptimizerRecord) -> bool:
-        """Whether a script has changed the gradients since their check, and may do so."""
-        if record.looked_at is None or not record.looked_at.is_changed():
-            return False
-        record.settle()
-        return record.looked_at is not None
 
     def _next_window(self, last: Window) -> Window:
         """Open a window; it takes over the records of optimizers not stepped in ``last``."""
@@ -294,7 +289,7 @@ class OverflowCheck:
 
         def when_read(sent: SentCheck) -> None:
             seen = [record.looked_at for _, _, record in parts if record.looked_at is not None]
-            norms = sent.read(gathered.grads, any(each.is_changed() for each in seen))
+            norms = sent.read(gathered.grads, any(each.is_changed for each in seen))
             for _, _, record in parts:  # only now: Ctrl-C may come while this waits
                 record.unread = None
             if norms.total is not None or not undo(norms):

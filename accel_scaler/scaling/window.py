@@ -54,14 +54,13 @@ class Snapshot:
         """Every gradient is gone or zero. Synchronises with the device."""
         return not any(nonzero(grad) for _, grad, _ in self._entries.values() if grad is not None)
 
-    def is_changed(self, some: Iterable[Tensor] | None = None) -> bool:
-        """Whether any parameter in ``some`` (None: all) has another gradient now, or the same one
-        after a write. A dropped gradient is no change."""
-        known = self._entries
-        keys = known if some is None else [key for p in some if (key := id(p)) in known]
+    @property
+    def is_changed(self) -> bool:
+        """Whether any parameter has another gradient now, or the same one after a write. A dropped
+        gradient is no change."""
         return any(
             (now := p.grad) is not None and (now is not grad or now._version != version)
-            for p, grad, version in map(known.__getitem__, keys)
+            for p, grad, version in self._entries.values()
         )
 
 
@@ -167,24 +166,23 @@ class OptimizerRecord(dict[str, Any]):
         self.unread = self.gathered = None
         self.overflowed = ()
 
-    def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError``, with the optimizer's ``name``, where gradients (of ``some``
-        parameters; None: of all) have different scales, or a clip returned them scaled and the
-        caller has changed them since."""
+    def forbid_mixture(self, name: str) -> None:
+        """Raise ``OrderError``, with the optimizer's ``name``, where gradients have different
+        scales, or a clip returned them scaled and the caller has changed them since."""
         if self.carried_over:
             raise OrderError(
                 f"{name} {self.carried_over}; the present ones were added to them. Step every "
                 "optimizer that has gradients, or zero them before the next backward; now zero "
                 "them to go on."
             )
-        if self.unscaled_before is not None and self.unscaled_before.is_changed(some):
+        if self.unscaled_before is not None and self.unscaled_before.is_changed:
             raise OrderError(
                 "a backward added scaled gradients to the unscaled ones of "
                 f"{name}: they were unscaled or clipped before the last micro-batch. Accumulate "
                 "under `with accelerator.accumulate(model):`, or clip only after the last "
                 "backward; then zero the gradients and go on."
             )
-        if self.returned is not None and self.returned.is_changed(some):
+        if self.returned is not None and self.returned.is_changed:
             self.settle()
             if self.returned is None:  # after an overflow the clip has returned them as they were
                 return

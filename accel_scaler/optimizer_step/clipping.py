@@ -106,8 +106,8 @@ class Clipping:
         else:
             unchecked = parts if check.checks and not checks_first else ()
             total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked)
-        for owner, mine, record in parts:
-            check.give_back(owner, record, () if record.deferred else mine)
+        for _, mine, record in parts:
+            record.give_back(() if record.deferred else mine)
         return total
 
     def _is_skipped(self, parts: Parts) -> bool:
@@ -152,9 +152,9 @@ class Clipping:
             unscaled += mine
         for some in by_mesh(unscaled):
             torch.nn.utils.clip_grad_value_(some, clip_value)
-        for owner, mine, record in parts:
+        for _, mine, record in parts:
             if not record.found_inf:
-                check.give_back(owner, record, mine)
+                record.give_back(mine)
 
     def note_norm(
         self,
@@ -275,7 +275,7 @@ class Clipping:
                 grads = gathered.grads if len(parts) == 1 else gradients_of(params)
                 torch._foreach_mul_(grads, product)
                 window.unscaled.update(map(id, params))
-            check.give_back(owner, record, () if record.deferred else params)
+            record.give_back(() if record.deferred else params)
         return total
 
 

@@ -153,7 +153,7 @@ class OverflowCheck:
         if record.stage is OptState.READY:
             self._look(optimizer, record)
         if record.unread is None and record.agreed is None:
-            self._agree(optimizer, record, record.found_inf)
+            record.agreed = self._agreed(optimizer, record.found_inf)
         if self.wants_norm and not record.found_inf:
             self.norm(optimizer)
         return record
@@ -252,17 +252,19 @@ class OverflowCheck:
     ) -> None:
         """Write what one pass over ``params``, all of ``parts``, has found to the records, where
         ``GradScaler`` reads it too. ``max_norm``: of the clip that the pass was made for."""
+        window = self.scaler.window
         for optimizer, mine, record in parts:
             bad = [params[i] for i in norms.overflowed]
             if bad and len(parts) > 1:  # which of them has overflowed itself?
                 bad = [mine[i] for i in islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)]
-            record.stage, record.overflowed, found = OptState.UNSCALED, bad, bool(bad)
-            if not record["found_inf_per_device"]:
-                device = params[0].device if params else self.device
-                flag = torch.full((), float(found), dtype=torch.float32, device=device)
-                record["found_inf_per_device"] = {device: flag}
-            self._agree(optimizer, record, found)
-            if not self._may_change(record):
+            record.stage, record.overflowed = OptState.UNSCALED, bad
+            verdict = self._agreed(optimizer, bool(bad))
+            if record["found_inf_per_device"]:  # as the device has found it
+                record.agreed = verdict
+            else:
+                record.decide(verdict)
+            # Where nothing scales them a script may cure them, or run a backward that is not seen.
+            if self.scaler.is_enabled() or (window.losses and not record.agreed):
                 record.looked_at = None
             elif record.looked_at is None:
                 record.looked_at = Snapshot(parameters_of(optimizer))
@@ -270,7 +272,7 @@ class OverflowCheck:
             record.is_caught = not record.verdict
         if norms.total is not None:
             norm = GradNorm(params, norms.host_total, norms.each, max_norm)
-            self.scaler.window.grad_norms.add(norm)
+            window.grad_norms.add(norm)
 
     def leave(
         self,
@@ -299,18 +301,12 @@ class OverflowCheck:
         for _, _, record in parts:
             record.unread = sent
 
-    def _may_change(self, record: OptimizerRecord) -> bool:
-        """Whether a script's edits after the check have the gradients checked again."""
-        is_new = record.verdict or not self.scaler.window.losses
-        return is_new and not self.scaler.is_enabled()
-
-    def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
+    def _agreed(self, optimizer: Optimizer, found: bool) -> bool:
+        """The verdict of all ranks, where this one has ``found`` an overflow."""
         if not self.checks:
-            record.agreed = False
-            return
+            return False
         lost = isinf(reciprocal(self.scaler.window_scale))  # no gradient survived such a scale
-        ranks, here = self.scaler.ranks, found or lost
-        record.agreed = ranks.agree_on_overflow(here, optimizer, self.device)
+        return self.scaler.ranks.agree_on_overflow(found or lost, optimizer, self.device)
 
     def norm(self, optimizer: Optimizer) -> float:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
@@ -354,20 +350,5 @@ class OverflowCheck:
         params = parameters_of(optimizer)
         record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
         record.deferred = DeferredUnscale()
-        for kept in (record.unscaled_before, record.looked_at):
-            if kept is not None:
-                kept.renew(params)
+        record.give_back(params)
         self.scaler.window.unscaled.update(map(id, params))
-
-    def give_back(
-        self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
-    ) -> None:
-        """Remember the gradients as the caller gets them back: if they are scaled, later edits are
-        refused. ``written``: parameters whose gradients the present call has written to."""
-        if record.returned is not None:
-            record.returned.renew(written)
-        elif record.deferred:
-            record.returned = Snapshot(parameters_of(optimizer))
-        for kept in (record.unscaled_before, record.looked_at):
-            if kept is not None:
-                kept.renew(written)

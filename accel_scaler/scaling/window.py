@@ -156,9 +156,18 @@ class OptimizerRecord(dict[str, Any]):
         """Set the common verdict of all ranks."""
         self.agreed = verdict
         # torch's methods read this, where above 0 is an overflow. It is on the host: no read waits.
-        self["found_inf_per_device"] = {
-            HOST: torch.full((), float(verdict), dtype=torch.float32, device=HOST)
-        }
+        flag = torch.full((), float(verdict), dtype=torch.float32, device=HOST)
+        self["found_inf_per_device"] = {HOST: flag}
+
+    def give_back(self, written: Iterable[Tensor] = ()) -> None:
+        """The caller gets the gradients, some of them just ``written`` to: changes from now on are
+        theirs. If the gradients are scaled, such changes are refused."""
+        if self.returned is None and self.deferred:
+            owner = None if self.owner is None else self.owner()
+            self.returned = Snapshot(() if owner is None else parameters_of(owner))
+        for kept in (self.returned, self.unscaled_before, self.looked_at):
+            if kept is not None:
+                kept.renew(written)
 
     def let_go(self) -> None:
         """Drop every parameter and gradient."""

@@ -595,20 +595,25 @@ class GradScaler(torch.amp.GradScaler):
         left = self._windows.next()
         self._leaves = []
         scaled: list[Optimizer] = []
-        for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
-            if why:
-                self._mark_carried_over(optimizer, why)
-            elif any(p.grad is not None for p in parameters_of(optimizer)):
+        for optimizer in self.managed if self._enabled else ():
+            record, params = left.record(optimizer), parameters_of(optimizer)
+            if record.stage is OptState.STEPPED or not gradients_of(params):
+                continue
+            mixed = Snapshot(left.unscaled_among(params))  # by another optimizer, too
+            if record.stage is OptState.READY and not record.carried_over and mixed.is_zero:
                 scaled.append(optimizer)
                 self.window.record(optimizer).carried_over = ""
+            else:
+                why = "sat out the step before with gradients in it, which are unscaled"
+                self._mark_carried_over(optimizer, record.carried_over or why)
         if not scaled:
             return
         now = self.read_state().scale
         before = now if left.scale is None else float(left.scale)
         if now != before:
             # A gradient that another optimizer has stepped is zero: else this one were marked.
-            params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
-            multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
+            each = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
+            multiply_in_place(gradients_of(each.values()), now * reciprocal(before))
 
     def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
         """Let the next window refuse these gradients, unless they are zeroed first."""

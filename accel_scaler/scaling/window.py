@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
@@ -23,9 +23,6 @@ from .origin import Origin
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
-
-UNSCALED = "sat out the step before with gradients in it, which are unscaled"
-"""A value of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
 
 
 def stepped(optimizer: Any) -> Any:
@@ -116,8 +113,8 @@ class OptimizerRecord(dict[str, Any]):
         self.is_caught = False
         """The optimizer was clipped together with gradients of another one, which overflowed."""
         self.carried_over: str | None = None
-        """Why a backward may not add to gradients from before the window; "": it may, they were
-        rescaled. None: there are none."""
+        """Why a backward may not add to gradients from before the window, after the optimizer's
+        name; "": it may, they were rescaled. None: there are none."""
         self.gathered: Gathered | None = None
         """The gradients that the last check has read, perhaps with others."""
         self.deferred = DeferredUnscale()
@@ -300,16 +297,6 @@ class Window:
         self.grad_norms = GradNorms()
         for record in self.states.values():
             record.let_go()
-
-    def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
-        """As the window ends: each of ``optimizers`` that has not stepped in it, and why a backward
-        may not add to its gradients; "" where these have the window's scale."""
-        for optimizer in optimizers:
-            record = self.record(optimizer)
-            if record.stage is not OptState.STEPPED:
-                mixed = self.unscaled_among(parameters_of(optimizer))  # by another one, too
-                is_scaled = record.stage is OptState.READY and Snapshot(mixed).is_zero
-                yield optimizer, record.carried_over or ("" if is_scaled else UNSCALED)
 
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A window for a job: this one's scale and records of ``optimizers``, as host numbers."""

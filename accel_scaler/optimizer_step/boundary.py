@@ -187,7 +187,8 @@ class Boundary:
         if scaler.window.known(optimizer) is not record:  # a clip that was read has spoilt them
             record = self.check.until_finite(lambda: self.check.check(optimizer), optimizer)
         if record.found_inf:
-            record.overflowed = record.overflowed or first_nonfinite(optimizer)
+            names = scaler.parameter_names.of
+            record.names = record.names or names(first_nonfinite(optimizer), optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):
             record.is_spike, scaler.skips.origin = True, "The gradient norm is a spike"
         elif record.deferred and not self._is_left_to(stepper):
@@ -287,7 +288,6 @@ class Boundary:
             stepper.step(deferred, record.gathered)
         timing = None if record.is_skipped else stepper.timing
         self.scaler.ranks.step_ended(optimizer)
-        record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         self.scaler.skips.names.update(record.names)
         record.let_go()  # a model may be dropped now
         for observer in self.observers:

@@ -257,7 +257,8 @@ class OverflowCheck:
             bad = [params[i] for i in norms.overflowed]
             if bad and len(parts) > 1:  # which of them has overflowed itself?
                 bad = [mine[i] for i in islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)]
-            record.stage, record.overflowed = OptState.UNSCALED, bad
+            record.stage = OptState.UNSCALED
+            record.names = self.scaler.parameter_names.of(bad, optimizer)
             verdict = self._agreed(optimizer, bool(bad))
             if record["found_inf_per_device"]:  # as the device has found it
                 record.agreed = verdict

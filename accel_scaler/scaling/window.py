@@ -129,10 +129,8 @@ class OptimizerRecord(dict[str, Any]):
         """The unscaled norm over all ranks, before a clip, once it was asked for."""
         self.is_spike = False
         """The norm is above ``skip_norm_above``."""
-        self.overflowed: Sequence[Tensor] = ()
-        """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
-        """Names of the overflowed parameters, once the optimizer was skipped."""
+        """Names of some parameters with non-finite gradients."""
 
     stage = property(itemgetter("stage"), lambda record, stage: record.update(stage=stage))
     """An ``OptState``: the gradients are as the backward left them, unscaled, or stepped."""
@@ -170,7 +168,6 @@ class OptimizerRecord(dict[str, Any]):
         """Drop every parameter and gradient."""
         self.returned = self.unscaled_before = self.looked_at = None
         self.unread = self.gathered = None
-        self.overflowed = ()
 
     def forbid_mixture(self, name: str) -> None:
         """Raise ``OrderError``, with the optimizer's ``name``, where gradients have different

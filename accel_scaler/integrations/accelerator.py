@@ -182,7 +182,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             return boundary.clipping.norm_so_far(parameters, norm_type)
         if self.distributed_type != DistributedType.FSDP or self.is_fsdp2:
             return boundary.clipping.clip_norm(parameters, max_norm, norm_type)
-        if boundary.unscale(owner for owner, _ in boundary.check.owners(parameters)):
+        if boundary.unscale(owner for owner, *_ in boundary.check.parts(parameters)):
             return torch.full((), float("inf"), dtype=torch.float32, device=self.device)
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         boundary.clipping.note_norm(parameters, norm, max_norm, norm_type)

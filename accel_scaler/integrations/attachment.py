@@ -188,8 +188,6 @@ class Attachment:
                     add_emulation(accelerator, model)
             if self.scales:
                 accelerator.scaler = self.scaler
-            # The list of models has them without DDP's wrapper.
-            self.scaler.ranks.knows_all = not self.models
             for model in self.models:
                 self.fp32_modules.enable(model)
                 self.watch(model, accelerator.unwrap_model(model))

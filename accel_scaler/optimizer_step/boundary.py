@@ -8,19 +8,19 @@ its findings on an optimizer to the window, where every other call reads them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary, WeakSet, ref
+from math import isfinite
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..errors import OrderError, OverflowStreakError, UnsupportedError, listed
+from ..errors import OrderError, OverflowStreakError, UnsupportedError
 from ..scaling import (
     LOW_PRECISION,
-    MAX_NAMES,
     DeferredUnscale,
     GradScaler,
     Losses,
@@ -30,10 +30,11 @@ from ..scaling import (
     first_nonfinite,
     first_version,
     gradients_of,
-    has_ranks,
+    is_uniform,
     nonzero,
     parameters_of,
     stepped,
+    total_norm,
 )
 from .clipping import Clipping
 from .mistakes import ScaledClips
@@ -86,12 +87,9 @@ class Boundary:
         self.clipping = Clipping(self.check)
         self.scaled_clips = ScaledClips()
         self._mistakes: set[str] = set()
-        self._idle: WeakKeyDictionary[Optimizer, set[Losses]] = WeakKeyDictionary()
-        """``Window.losses`` of the windows in a row, ``MAX_IDLE_WINDOWS`` at most, in which an
-        optimizer was to step and had no gradient."""
-        self._trained: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that have had a gradient."""
-        self._has_named_own = False
+        self._idle: WeakKeyDictionary[Optimizer, set[Losses] | None] = WeakKeyDictionary()
+        """``Window.losses`` of the windows without a gradient of an optimizer; None: it has had
+        one."""
         _boundaries[scaler] = ref(self)
 
     def add(self, optimizer: Optimizer) -> None:
@@ -171,36 +169,33 @@ class Boundary:
         if not self._has_gradients(optimizer) and not (
             known is not None and known.stage is not OptState.STEPPED and known.is_bad
         ):
-            self._count_idle(optimizer, scaler.window)
+            self._count_idle(optimizer)
             if not scaler.is_enabled():
                 stepper.step_idle()
             return True
         is_over = known is not None and known.stage is OptState.STEPPED
-        is_over = is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer))))
-        if scaler.is_enabled() and (scaler.window.opened_by is None or is_over):
-            self._step_without_window(optimizer)
+        is_over = scaler.is_enabled() and (scaler.window.opened_by is None or is_over)
+        # Where nothing was scaled since its last step only zero gradients are right as they are:
+        # ``torch.distributed.checkpoint`` steps on them to create state before it loads some.
+        if is_over and not any(map(nonzero, gradients_of(parameters_of(optimizer)))):
+            stepper.step()
             return True
-        self._idle.pop(optimizer, None)
-        self._trained.add(optimizer)
+        self._idle[optimizer] = None
+        self._name_scaled_clip(optimizer, known)
         record = self.check.until_finite(lambda: self.check.check(optimizer))
-        if record.edited_norm is not None:
-            norm, scale = record.edited_norm, scaler.window_scale
-            self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
         has_moved = self._launch(optimizer, record, stepper)
         if scaler.window.known(optimizer) is not record:  # a clip that was read has spoilt them
             record = self.check.until_finite(lambda: self.check.check(optimizer))
         if record.found_inf:
-            record.overflowed = record.overflowed or first_nonfinite(optimizer)
+            names = scaler.parameter_names.of
+            record.names = record.names or names(first_nonfinite(optimizer), optimizer)
         elif self.check.wants_norm and self.spikes.is_spike(optimizer, self.check.norm(optimizer)):
             record.is_spike, scaler.skips.origin = True, "The gradient norm is a spike"
         elif record.deferred and not self._is_left_to(stepper):
             self.check.unscale(optimizer, record)
         elif record.deferred:
             # Its step unscales these in place, so another optimizer that has them must not.
-            params = parameters_of(optimizer)
-            if stepper.keeps_scaled:
-                params = [p for p in params if getattr(p.grad, "dtype", 0) not in LOW_PRECISION]
-            scaler.window.unscaled.update(map(id, params))
+            scaler.window.unscaled.update(map(id, parameters_of(optimizer)))
         stepper.wait()
         self._close(optimizer, scaler.window, record, stepper, has_moved)
         try:
@@ -223,6 +218,18 @@ class Boundary:
         for observer in self.observers:
             observer.mistake_named(text)
 
+    def _name_scaled_clip(self, optimizer: Optimizer, record: OptimizerRecord | None) -> None:
+        """Where the script has written to gradients since the last backward, and they are scaled
+        still, as far as is known: has it clipped them? Synchronises then."""
+        before, now = self.scaler.window.versions, first_version(optimizer)
+        if before.get(id(optimizer), now) == now or (record and record.stage is not OptState.READY):
+            return
+        grads = gradients_of(params := parameters_of(optimizer))
+        if is_uniform(grads, LOW_PRECISION | {torch.float32}):
+            norm, scale = float(total_norm(params, 2.0)), self.scaler.window_scale
+            if isfinite(norm):
+                self.name_mistake(self.scaled_clips.mistake(optimizer, norm, scale))
+
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         groups = optimizer.param_groups
         if any(p.grad is not None for group in groups for p in group["params"]):
@@ -238,11 +245,9 @@ class Boundary:
         """Enqueue the update before the outcome of the check is read, where that was left on the
         device; then read it. Returns whether the update has been made: see Note [Launch before you
         read]."""
-        sent = record.sent
-        if record.unread is None or sent is None or stepper.has_pre_hooks:
+        sent = record.unread
+        if sent is None or stepper.has_pre_hooks:
             return False
-        if record.deferred and not self._is_left_to(stepper):
-            self.check.unscale(optimizer, record)
         is_launched = False
         try:
             is_launched = stepper.launch(record.deferred, sent, record.gathered)
@@ -271,9 +276,7 @@ class Boundary:
     ) -> None:
         """Update the scale, then the parameters or not; ``has_moved``: that was done. The window is
         closed before a step begins: after an interrupt the next one is new."""
-        timing = None
-        rerun = self.check.rerun
-        has_room = always if rerun is None else rerun.has_room
+        has_room = always if self.check.rerun is None else self.check.rerun.has_room
         self.scaler.close_window(record.found_inf, record.is_spike, has_room)
         record.stage = OptState.STEPPED
         for observer in self.observers:
@@ -281,77 +284,27 @@ class Boundary:
         deferred, record.deferred = record.deferred, DeferredUnscale()
         if record.is_skipped:
             stepper.skip()
-        elif has_moved:
-            timing = stepper.timing
-        else:
-            last = stepper.timing
+        elif not has_moved:
             stepper.step(deferred, record.gathered)
-            timing = stepper.timing if stepper.timing is not last else None
+        timing = None if record.is_skipped else stepper.timing
         self.scaler.ranks.step_ended(optimizer)
-        record.names = self.scaler.parameter_names.of(record.overflowed, optimizer)
         self.scaler.skips.names.update(record.names)
-        if record.is_skipped and has_ranks() and not self._has_named_own:
-            self._name_own(optimizer, record.overflowed)
         record.let_go()  # a model may be dropped now
         for observer in self.observers:
             observer.optimizer_stepped(optimizer, window, timing)
 
-    def _name_own(self, optimizer: Optimizer, overflowed: Sequence[Tensor]) -> None:
-        """Say once that this rank skips without the others, where that is so."""
-        own = self.scaler.ranks.own(optimizer)
-        if own and {*map(id, overflowed)}.issubset(map(id, own)):
-            self._has_named_own = True
-            logger.warning(
-                "%s is skipped on this rank, and not on others: DDP does not reduce %s. What was "
-                "clipped together with it is skipped, too, and in fp16 the ranks' scales differ "
-                "from here on. Set sharded=True, so that ranks agree on each skip, if all of them "
-                "step this optimizer. (Logged once.)",
-                type(optimizer).__name__,
-                listed(self.scaler.parameter_names.of(own[:MAX_NAMES], optimizer), len(own)),
-            )
-
-    def _step_without_window(self, optimizer: Optimizer) -> None:
-        """Nothing was scaled since its last step: only zero gradients are right as they are.
-        ``torch.distributed.checkpoint`` steps on zeros to create state before it loads some."""
-        if any(map(nonzero, gradients_of(parameters_of(optimizer)))):
-            raise OrderError(
-                f"{type(optimizer).__name__}.step(): there are gradients, but no loss was scaled "
-                "since the last step or load. Call accelerator.backward(loss) instead of "
-                "loss.backward()."
-            )
-        stepper_of(optimizer).step()
-
-    def _is_left_behind(self, optimizer: Optimizer) -> bool:
-        """Whether it has no parameter of the prepared models, and these have gradients that no
-        optimizer steps. A model whose turn another one waits for has an optimizer."""
-        mine = set(map(id, parameters_of(optimizer)))
-        owned = {id(p) for each in self.scaler.managed for p in parameters_of(each)}
-        models = self.scaler.parameter_names.parameters()
-        is_stray = any(p.grad is not None and id(p) not in owned for p in models)
-        return is_stray and mine.isdisjoint(map(id, models))
-
-    def _count_idle(self, optimizer: Optimizer, window: Window) -> None:
+    def _count_idle(self, optimizer: Optimizer) -> None:
         """Warn of an optimizer that never has a gradient, where torch's scaler raises at once. Here
-        it may wait for its turn (GANs, adapters), and once it has had a gradient, go without for
-        any number of windows, unless its model has other parameters now."""
-        windows = self._idle.setdefault(optimizer, set())
-        if window.opened_by is None or len(windows) >= MAX_IDLE_WINDOWS:
+        it may wait for its turn (GANs, adapters), and go without one once it has had one."""
+        windows, window = self._idle.setdefault(optimizer, set()), self.scaler.window
+        if windows is None or window.opened_by is None or len(windows) == MAX_IDLE_WINDOWS:
             return
         windows.add(window.losses)
-        is_last, is_new = len(windows) == MAX_IDLE_WINDOWS, optimizer not in self._trained
-        if (is_new or is_last) and self._is_left_behind(optimizer):
-            name = type(optimizer).__name__
-            self.name_mistake(
-                f"{name} trains nothing: none of its parameters is the prepared model's any more, "
-                "and no optimizer has those that the model has now. Make it anew, after whatever "
-                "made new parameters (a load, a resume, a resize), and prepare it: optimizer = "
-                f"accelerator.prepare({name}(model.parameters(), ...))."
-            )
-        elif is_new and is_last:
+        if len(windows) == MAX_IDLE_WINDOWS:
             logger.warning(
-                "%s was due in %d steps and has never had a gradient, so it trains "
-                "nothing. Its first parameter is %s. Make it from the parameters of the model that "
-                "computes the loss, after that was wrapped or moved, and unfreeze them. (Logged "
+                "%s was due in %d steps and has never had a gradient, so it trains nothing. Its "
+                "first parameter is %s. Make it from the parameters of the model that computes the "
+                "loss, after that was loaded, resized, wrapped or moved; unfreeze them. (Logged "
                 "once.)",
                 type(optimizer).__name__,
                 MAX_IDLE_WINDOWS,

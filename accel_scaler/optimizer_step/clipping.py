@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import islice
-from math import inf, isfinite
+from math import inf
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import Optimizer
 
 from ..scaling import (
-    MAX_NAMED,
     DeferredUnscale,
     Gathered,
     GradNorm,
     NormCheck,
-    OptimizerRecord,
     SentCheck,
     by_mesh,
     clip_coefficient,
-    find_nonfinite,
     gradients_of,
     is_uniform,
     local,
     norm_of,
     parameters_of,
     total_norm,
-    whole,
 )
 from .arena import are_same
-from .overflow_check import OverflowCheck
+from .overflow_check import OverflowCheck, Parts
 from .stepper import stepper_of
 
 logger = logging.getLogger("accel_scaler")
-
-Parts = Sequence[tuple[Optimizer, list[Tensor], OptimizerRecord]]
-"""Optimizers, the clipped ones among their parameters, and their records."""
 
 
 class Clipping:
@@ -65,9 +56,9 @@ class Clipping:
         """Unscale the gradients of these parameters' optimizers, clip the norm to ``max_norm``.
 
         ``.grad`` is then what ``torch.nn.utils.clip_grad_norm_`` leaves after ``unscale_``, bit
-        for bit. Where it is float16, or bfloat16 with a master, and with ``fold_unscale`` on a CPU,
-        it stays scaled and unclipped until the update: read-only. After an overflow nothing is
-        clipped, and gradients may be unscaled or not.
+        for bit. Where it is float16, or bfloat16 with a master, it stays scaled and unclipped until
+        the update: read-only. After an overflow nothing is clipped, and gradients may be unscaled
+        or not.
 
         Returns the total norm before clipping, unscaled, shape (); float32 for float32 gradients or
         those of masters, else in torch's dtype; inf after an overflow. Synchronises with the
@@ -89,19 +80,18 @@ class Clipping:
         if not parameters:
             return torch.tensor(0.0, dtype=torch.float32, device=self.device)
         check, is_scaled = self._check, self.scaler.is_enabled()
-        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        parts = check.parts(parameters)
         is_whole = in_one_pass and norm_type == 2.0 and self._are_whole(parts, parameters)
         for owner, _, record in parts if check.wants_norm and not is_whole else ():
             check.check(owner, record)  # this clip does not take the norm of all
-        is_checked = is_scaled or check.checks
-        if is_whole and is_checked:
+        if is_whole and check.checks:
             norm = self._clip_in_one_pass(parts, gathered, max_norm)
             if norm is not None:
                 return norm
         is_later = any(record.deferred or stepper_of(o).keeps_scaled for o, _, record in parts)
         # Ranks that agree on a verdict do so here, whatever norm each of them will find.
         is_common = any(self.scaler.ranks.has_parts(owner) for owner, _, _ in parts)
-        checks_first = is_checked and (is_scaled or is_common or is_later)
+        checks_first = check.checks and (is_scaled or is_common or is_later)
         for owner, mine, record in parts if checks_first else ():
             check.check(owner, record)
             if stepper_of(owner).keeps_scaled and not record.deferred:  # nothing scaled them
@@ -109,15 +99,15 @@ class Clipping:
             # At once: the next owner may have some of the same gradients.
             if record.deferred and not (record.found_inf or stepper_of(owner).keeps_scaled):
                 check.unscale(owner, record)
-        if checks_first and self._is_skipped(parts):
+        if check.checks and self._is_skipped(parts):
             return self._skip_all(parts)
         if any(record.deferred for _, _, record in parts):
             total = self._clip_scaled(parts, parameters, max_norm, norm_type)
         else:
-            unchecked = parts if is_checked and not checks_first else ()
-            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked, checks_first)
-        for owner, mine, record in parts:
-            check.give_back(owner, record, () if record.deferred else mine)
+            unchecked = parts if check.checks and not checks_first else ()
+            total = self._clip_unscaled(parameters, max_norm, norm_type, unchecked)
+        for _, mine, record in parts:
+            record.give_back(() if record.deferred else mine)
         return total
 
     def _is_skipped(self, parts: Parts) -> bool:
@@ -143,7 +133,7 @@ class Clipping:
         self.scaler.window.clipped_values = True
         check = self._check
         parameters = [p for p in parameters if p.grad is not None]
-        parts = [(each, mine, check.record(each, mine)) for each, mine in check.owners(parameters)]
+        parts = check.parts(parameters)
         owned = {id(p) for _, mine, _ in parts for p in mine}
         unscaled = [p for p in parameters if id(p) not in owned]  # where nothing is scaled
         for owner, mine, record in parts:
@@ -162,176 +152,121 @@ class Clipping:
             unscaled += mine
         for some in by_mesh(unscaled):
             torch.nn.utils.clip_grad_value_(some, clip_value)
-        for owner, mine, record in parts:
+        for _, mine, record in parts:
             if not record.found_inf:
-                check.give_back(owner, record, mine)
+                record.give_back(mine)
 
     def note_norm(
-        self, parameters: Sequence[Tensor], norm: Tensor, max_norm: float, norm_type: float
-    ) -> None:
-        """Record the norm of a clip made elsewhere."""
-        self._note(GradNorm(parameters, norm, None, float(max_norm), norm_type))
-
-    def _note(self, norm: GradNorm) -> None:
-        self.scaler.window.grad_norms.add(norm)
-
-    def _clip_unscaled(
         self,
         parameters: Sequence[Tensor],
+        norm: Tensor,
         max_norm: float,
         norm_type: float,
-        parts: Parts = (),
-        are_finite: bool = False,
+        each: Tensor | None = None,
+    ) -> None:
+        """Record the norm of a clip."""
+        new = GradNorm(parameters, norm, each, float(max_norm), norm_type)
+        self.scaler.window.grad_norms.add(new)
+
+    def _clip_unscaled(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, unchecked: Parts
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_``, and the norm of each where an observer wants it. A
-        finite norm is the check of ``parts``, too. ``are_finite``: gradients were checked."""
+        finite norm is the check of ``unchecked``, too."""
         grads, each = gradients_of(parameters), None
         if self._check.wants_each_norm and norm_type == 2.0 and is_uniform(grads):
             each = torch.stack(list(torch._foreach_norm(grads)))
-            norm: Tensor = torch.linalg.vector_norm(each)
+            total: Tensor = torch.linalg.vector_norm(each)
         else:
-            norm = _norm_of_meshes(parameters, norm_type)
-        total = whole(norm)
-        is_skipped = any(record.found_inf for _, _, record in parts)  # for what another one has
-        is_fine = not is_skipped and (bool(torch.isfinite(total)) if parts else True)
-        for owner, _, record in () if is_fine else parts:
+            total = total_norm(parameters, norm_type, is_torchs=True)
+        is_finite = not unchecked or bool(torch.isfinite(total))
+        for owner, _, record in () if is_finite else unchecked:
             self._check.check(owner, record)
-        if not is_fine and any(record.found_inf for _, _, record in parts):
-            return self._skip_all(parts)
-        if not (are_finite and max_norm == inf):  # torch divides a norm past float32 by it
-            _multiply(parameters, max_norm, norm)
-        for owner, mine, record in parts:
-            if not is_fine or norm_type <= 0:  # the product may have made NaN of them
+        if self._is_skipped(unchecked):
+            return self._skip_all(unchecked)
+        coefficient, held = clip_coefficient(total, max_norm), list(map(local, grads))
+        # torch divides a norm past float32 by a limit of inf; where nothing is checked, so it be.
+        is_clipped = max_norm != inf or not self._check.checks
+        for device in {each.device for each in held} if is_clipped else ():
+            mine = [each for each in held if each.device == device]
+            torch._foreach_mul_(mine, coefficient.to(device))
+        for owner, own, record in unchecked:
+            if not is_finite or norm_type <= 0:  # the product may have made NaN of them
                 self._check.forget(owner)
                 continue
             count = len(gradients_of(parameters_of(owner)))
-            if record.stage is OptState.READY and count == len(mine):  # it has no others
-                self._check.note(owner, record, mine, NormCheck(None, ()))
-        self._note(GradNorm(parameters, total, each, max_norm, norm_type=norm_type))
+            if record.stage is OptState.READY and count == len(own):  # it has no others
+                self._check.note([(owner, own, record)], own, NormCheck(None, ()))
+        self.note_norm(parameters, total, max_norm, norm_type, each)
         return total
 
     def _clip_scaled(
         self, parts: Parts, parameters: Sequence[Tensor], max_norm: float, norm_type: float
     ) -> Tensor:
         """Clip gradients that stay scaled, in float32 within their step. Does not synchronise."""
-        clipped: list[tuple[DeferredUnscale, list[Tensor]]] = []
+        held = [([p for p in mine if p.grad is not None], r.deferred) for _, mine, r in parts]
         found: dict[int, Tensor] = {}
-        for _, mine, record in parts:  # a shared one is clipped once
-            chosen = [p for p in mine if p.grad is not None and id(p) not in found]
-            norms = _norms(chosen, norm_type, record.deferred)
-            found.update(zip(map(id, chosen), norms, strict=True))
-            clipped.append((record.deferred, chosen))
+        for mine, deferred in held:
+            found |= zip(map(id, mine), _norms(mine, norm_type, deferred), strict=True)
         # In the order given, as torch adds them up.
-        norms = [found[id(p)] for p in parameters if id(p) in found]
+        norms = [found[id(p)] for p in parameters if p.grad is not None]
         total = norm_of(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
-        for deferred, mine in clipped:
+        for mine, deferred in held if max_norm != inf else ():
             if deferred:
                 deferred.clip(mine, coefficient)
             elif mine:
                 torch._foreach_mul_(gradients_of(mine), coefficient)
-        self._note(GradNorm(parameters, total, None, max_norm, norm_type=norm_type))
+        self.note_norm(parameters, total, max_norm, norm_type)
         return total
 
     def _are_whole(self, parts: Parts, parameters: Sequence[Tensor]) -> bool:
         """True if ``parameters`` are exactly those of their optimizers, unchecked and unshared."""
-        window = self.scaler.window
-        if self.scaler.ranks.sharded or window.opened_by is None:
+        if self.scaler.ranks.sharded or self.scaler.window.opened_by is None:
             return False
         if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
         mine = [p for each, _, _ in parts for p in parameters_of(each)]
         if not are_same(mine, parameters):
-            given = set(map(id, mine := [p for p in mine if p.grad is not None]))
-            if len(mine) != len(parameters) or not given.issuperset(map(id, parameters)):
-                return False
-        return len(set(map(id, parameters))) == len(parameters)
+            mine = [p for p in mine if p.grad is not None]
+        given = set(map(id, parameters))
+        return len(given) == len(parameters) == len(mine) and given.issuperset(map(id, mine))
 
     def _clip_in_one_pass(self, parts: Parts, gathered: Gathered, max_norm: float) -> Tensor | None:
-        """One read for norm and check, one product to unscale and clip. None: not possible here."""
-        check, scale = self._check, self.scaler.window_scale
-        owners = [owner for owner, _, _ in parts]
+        """One read for norm and check, one product to unscale and clip. None: not possible here. On
+        a device that can do so, the outcome is left there: see Note [Launch before you read]."""
+        check, scale, window = self._check, self.scaler.window_scale, self.scaler.window
         # Asked once: over thousands of tensors an answer takes a while.
-        stay_scaled = [stepper_of(owner).keeps_scaled for owner in owners]
-        norms = check.one_pass(owners, gathered, stay_scaled)
-        if norms is None:
+        stay_scaled = [stepper_of(owner).keeps_scaled for owner, _, _ in parts]
+        norms = check.one_pass([owner for owner, _, _ in parts], gathered, stay_scaled)
+        if norms is None or (norms.total is None and not norms.overflowed):
             return None
         for _, _, record in parts:
             record.gathered = gathered
-        if isinstance(norms, SentCheck):
-            return self._clip_on_device(parts, gathered, max_norm, stay_scaled, norms)
-        if norms.total is None and not norms.overflowed:
-            return None
-        self._note_check(parts, gathered.params, norms, max_norm)
-        if norms.total is None:
-            return self._skip_all(parts)
-        product = clip_coefficient(norms.total, max_norm) / scale
-        self._multiply_all(parts, gathered, stay_scaled, product)
-        return norms.total
 
-    def _clip_on_device(
-        self,
-        parts: Parts,
-        gathered: Gathered,
-        max_norm: float,
-        stay_scaled: Sequence[bool],
-        sent: SentCheck,
-    ) -> Tensor:
-        """:meth:`_clip_in_one_pass` with the outcome left on the device. Does not synchronise."""
-        parameters, grads = gathered.params, gathered.grads
-        for owner, _, record in parts:
-            self._check.leave(owner, record, sent)
-        coefficient = clip_coefficient(sent.total, max_norm)
-        product = sent.where_finite(coefficient / self.scaler.window_scale)
-        self._multiply_all(parts, gathered, stay_scaled, product)
-
-        def read() -> None:
-            are_edited = any(
-                r.looked_at is not None and r.looked_at.is_changed() for _, _, r in parts
-            )
-            norms = sent.read(grads, are_edited)
-            for _, _, record in parts:  # only now: Ctrl-C may come while this waits
-                record.unread = None
-            if norms.total is None:  # they were multiplied by 1
-                for owner, _, record in parts:
-                    record.deferred, record.returned = DeferredUnscale(), None
-                    window.unscaled.difference_update(map(id, parameters_of(owner)))
-            if norms.total is not None or norms.overflowed:
-                self._note_check(parts, parameters, norms, max_norm)
-                if norms.total is None:
-                    self._skip_all(parts)
-                if norms.total is None and are_edited and _is_past_float32(parameters):
-                    # Perhaps they were finite before the edit, too: they are not clipped, so no
-                    # other check may let them through.
-                    for _, _, record in parts:
-                        record.looked_at = None
-                return
+        def undo(norms: NormCheck) -> bool:
+            """They were multiplied by 1, since their norm is no number."""
+            for owner, _, record in parts:
+                record.deferred, record.returned = DeferredUnscale(), None
+                window.unscaled.difference_update(map(id, parameters_of(owner)))
+            if norms.overflowed:
+                return False
             for _, _, record in parts:  # all are finite, but their norm is past float32
-                record.stage, record.looked_at, record.sent = OptState.READY, None, None
-            self._clip_norm(parameters, max_norm, 2.0, in_one_pass=False)
+                record.stage, record.looked_at = OptState.READY, None
+                record["found_inf_per_device"] = {}
+            self._clip_norm(gathered.params, max_norm, 2.0, in_one_pass=False)
+            return True
 
-        window = self.scaler.window
-        for _, _, record in parts:
-            record.unread = read
-        return sent.shown
-
-    def _note_check(
-        self, parts: Parts, parameters: Sequence[Tensor], norms: NormCheck, max_norm: float
-    ) -> None:
-        """Write the outcome of one pass over all ``parameters`` to the records."""
-        for owner, mine, record in parts:
-            own, found = parameters, norms
-            if norms.overflowed and len(parts) > 1:  # which of them has overflowed itself?
-                bad = islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)
-                own, found = mine, NormCheck(None, tuple(bad))
-            self._check.note(owner, record, own, found)
-        if norms.total is not None:
-            self._note(GradNorm(parameters, norms.host_total, norms.each, max_norm))
-
-    def _multiply_all(
-        self, parts: Parts, gathered: Gathered, stay_scaled: Sequence[bool], product: Tensor
-    ) -> None:
-        """Unscale and clip in one, or leave that to the step."""
+        if isinstance(norms, SentCheck):
+            check.leave(parts, gathered, norms, max_norm, undo)
+            product = torch.nan_to_num(clip_coefficient(norms.total, max_norm) / scale, nan=1.0)
+            total = torch.nan_to_num(norms.total, nan=inf)
+        else:
+            check.note(parts, gathered.params, norms, max_norm)
+            if norms.total is None:
+                return self._skip_all(parts)
+            total = norms.total
+            product = clip_coefficient(total, max_norm) / scale
         for (owner, _, record), keeps_scaled in zip(parts, stay_scaled, strict=True):
             params = parameters_of(owner)
             if keeps_scaled:
@@ -339,14 +274,9 @@ class Clipping:
             else:
                 grads = gathered.grads if len(parts) == 1 else gradients_of(params)
                 torch._foreach_mul_(grads, product)
-                self.scaler.window.unscaled.update(map(id, params))
-            self._check.give_back(owner, record, () if record.deferred else params)
-
-
-def _is_past_float32(parameters: Sequence[Tensor]) -> bool:
-    """Whether all gradients are finite, and their norm is not. Synchronises."""
-    found = isfinite(float(total_norm(parameters, 2.0)))
-    return not found and next(find_nonfinite(gradients_of(parameters)), None) is None
+                window.unscaled.update(map(id, params))
+            record.give_back(() if record.deferred else params)
+        return total
 
 
 def _norms(
@@ -362,27 +292,3 @@ def _norms(
         return [norm_of(grad.float() * factor, norm_type) for grad, factor in pairs]
     scaled = torch.stack([norm_of(grad, norm_type) for grad in grads])
     return list((scaled * torch.stack(factors)).unbind())
-
-
-# ``torch.nn.utils.clip_grad_norm_`` in two halves, for plain parameters and DTensors of any meshes.
-
-
-def _norm_of_meshes(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms: list[Tensor] = [
-        torch.nn.utils.get_total_norm(grads, norm_type)
-        for grads in by_mesh(gradients_of(parameters))
-    ]
-    if len(norms) == 1:
-        return norms[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(list(map(whole, norms))), norm_type)
-    return total
-
-
-def _multiply(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    grads = gradients_of(parameters)
-    if len({getattr(grad, "device_mesh", None) for grad in grads}) == 1:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return
-    coefficient = clip_coefficient(norm, max_norm)
-    for held in map(local, grads):
-        held.mul_(coefficient.to(held.device))

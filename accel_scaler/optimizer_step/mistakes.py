@@ -31,10 +31,10 @@ class ScaledClips:
         self._seen: WeakKeyDictionary[Optimizer, tuple[float, Counter[float]]] = WeakKeyDictionary()
         """The scaled norm, and how often it has come at each scale in a row."""
 
-    def mistake(self, optimizer: Optimizer, norm: float, scale: float) -> str | None:
+    def mistake(self, optimizer: Optimizer, scaled: float, scale: float) -> str | None:
         """What to say of the window's gradients, which were written to after the backward;
-        ``norm``: theirs, unscaled. None: nothing so far."""
-        scaled = norm * scale
+        ``scaled``: their norm, still multiplied by ``scale``. None: nothing so far."""
+        norm = scaled / scale
         first, scales = self._seen.get(optimizer, (0.0, Counter()))
         if not isclose(scaled, first, rel_tol=1e-3):
             self.tries, first, scales = self.tries - 1, scaled, Counter()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from math import isfinite, isinf
 from typing import TypeVar
@@ -33,7 +31,6 @@ from ..scaling import (
     can_send,
     check_norms,
     find_nonfinite,
-    first_version,
     gradients_of,
     has_ranks,
     is_power_of_two,
@@ -46,11 +43,13 @@ from ..scaling import (
     send_norms,
     total_norm,
 )
-from .arena import are_same
 from .observer import Observer, Rerun
 from .stepper import stepper_of
 
 T = TypeVar("T")
+
+Parts = Sequence[tuple[Optimizer, Sequence[Tensor], OptimizerRecord]]
+"""Optimizers, the parameters among theirs that are meant, and their records."""
 
 
 @dataclass(eq=False)
@@ -86,48 +85,41 @@ class OverflowCheck:
         """Whether an observer reads the norm of each gradient."""
         return any(observer.wants_each_norm for observer in self.observers)
 
-    def owners(self, parameters: Sequence[Tensor]) -> list[tuple[Optimizer, list[Tensor]]]:
-        """Each optimizer that has some of ``parameters``, with these, in order. Raises
-        ``UnsupportedError`` where gradients are scaled and one belongs to no optimizer. The table
-        is made once a window: a loop that clips tensor by tensor asks thousands of times."""
-        window, managed = self.scaler.window, self.scaler.managed
-        sizes = [(id(each), *(len(g["params"]) for g in each.param_groups)) for each in managed]
-        if len(managed) == 1 and len(parameters) > sum(sizes[0][1:]) // 2:  # no Python loop
-            own = parameters_of(managed[0])
-            if are_same(own, parameters) or {*map(id, own)}.issuperset(map(id, parameters)):
-                return [(managed[0], list(parameters))]
-        if window.owners is None or window.owners[0] != sizes:
-            window.owners = sizes, {}
-            for index, optimizer in enumerate(managed):
-                for key in dict.fromkeys(map(id, parameters_of(optimizer))):
-                    window.owners[1].setdefault(key, []).append(index)
-        places, found, strays = window.owners[1], defaultdict(list), []
-        for p in parameters:
-            indices = places.get(id(p), ())
-            for index in indices:
-                found[index].append(p)
-            if not indices and p.grad is not None:
-                strays.append(p)
-        if strays and window.opened_by is not None and self.scaler.is_enabled():
-            names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
-            raise UnsupportedError(
-                f"clip: {names}: no optimizer here has these parameters, so nothing unscales their "
-                "gradients. Freeze them (requires_grad_(False)), clip the optimizers' parameters "
-                "alone, or prepare their optimizer before the backward."
-            )
-        return [(managed[index], found[index]) for index in sorted(found)]
+    def parts(self, parameters: Sequence[Tensor]) -> Parts:
+        """Each optimizer that has some of ``parameters``, with these, in order, and its record.
+        Raises as :meth:`record`, and ``UnsupportedError`` where gradients are scaled and one
+        belongs to no optimizer."""
+        found, owned, window = [], set[int](), self.scaler.window
+        for optimizer in self.scaler.managed:
+            own = set(map(id, parameters_of(optimizer)))
+            has_all = own.issuperset(map(id, parameters))  # nearly always, so no Python loop
+            mine = list(parameters) if has_all else [p for p in parameters if id(p) in own]
+            found += [(optimizer, mine)] if mine else []
+            owned |= own
+        if self.scaler.is_enabled() and window.opened_by is not None:
+            strays = () if owned.issuperset(map(id, parameters)) else parameters
+            if strays := [p for p in strays if p.grad is not None and id(p) not in owned]:
+                names = listed(self.scaler.parameter_names.of(strays[:MAX_NAMES]), len(strays))
+                raise UnsupportedError(
+                    f"clip: {names}: no optimizer here has these parameters, so nothing unscales "
+                    "their gradients. Freeze them (requires_grad_(False)), clip the optimizers' "
+                    "parameters alone, or prepare their optimizer before the backward."
+                )
+        return [(optimizer, mine, self.record(optimizer)) for optimizer, mine in found]
 
-    def record(self, optimizer: Optimizer, some: Sequence[Tensor] | None = None) -> OptimizerRecord:
-        """The optimizer's record in this window, before gradients of ``some`` of its parameters
-        (None: of all) are read or written. Raises ``OrderError`` where no loss was scaled, it has
-        stepped, or scaled gradients were added to unscaled ones."""
-        window, count = self.scaler.window, sum(len(g["params"]) for g in optimizer.param_groups)
+    def record(self, optimizer: Optimizer) -> OptimizerRecord:
+        """The optimizer's record in this window, before gradients are read or written. Raises
+        ``OrderError`` where no loss was scaled, it has stepped, or scaled gradients were added to
+        unscaled ones."""
+        window = self.scaler.window
         if not self.scaler.is_enabled():  # a backward of the caller's own, or another step
             known = window.known(optimizer)
             if window.opened_by is None or (known and known.stage is OptState.STEPPED):
                 window = self._next_window(window)
-            elif known and (known.count not in (None, count) or self._is_changed(known)):
-                self.forget(optimizer)
+            elif known and known.looked_at is not None and known.looked_at.is_changed:
+                known.settle()
+                if known.looked_at is not None:  # a script may change what was checked
+                    self.forget(optimizer)
         if window.opened_by is None:
             raise OrderError(
                 "there are gradients to unscale, but no loss was scaled since the last step or "
@@ -142,21 +134,8 @@ class OverflowCheck:
                 f"{type(optimizer).__name__} has already stepped since the last backward. Clip "
                 "before optimizer.step(), and call accelerator.backward(loss) before the next step."
             )
-        record.forbid_mixture(type(optimizer).__name__, some)
-        if record.stage is OptState.UNSCALED and record.count not in (None, count):
-            raise OrderError(
-                f"{type(optimizer).__name__} had {record.count} parameters when its gradients were "
-                f"unscaled or clipped, and has {count} now: the new ones were not checked. Add "
-                "parameters before that, or after the step; zero the gradients to go on."
-            )
+        record.forbid_mixture(type(optimizer).__name__)
         return record
-
-    def _is_changed(self, record: OptimizerRecord) -> bool:
-        """Whether a script has changed the gradients since their check, and may do so."""
-        if record.looked_at is None or not record.looked_at.is_changed():
-            return False
-        record.settle()
-        return record.looked_at is not None
 
     def _next_window(self, last: Window) -> Window:
         """Open a window; it takes over the records of optimizers not stepped in ``last``."""
@@ -173,68 +152,63 @@ class OverflowCheck:
         record = self.record(optimizer) if record is None else record
         if record.stage is OptState.READY:
             self._look(optimizer, record)
-        if record.unread is None and record.verdict is None:
-            self._agree(optimizer, record, record.found_inf)
+        if record.unread is None and record.agreed is None:
+            record.agreed = self._agreed(optimizer, record.found_inf)
         if self.wants_norm and not record.found_inf:
             self.norm(optimizer)
         return record
 
     def _look(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
-        stepper = stepper_of(optimizer)
+        stepper, is_scaled = stepper_of(optimizer), self.scaler.is_enabled()
         keeps_scaled = stepper.keeps_scaled
         self._forbid_common(optimizer, keeps_scaled)
         if is_sharded(parameters_of(optimizer)):
             reduce_partial_gradients(parameters_of(optimizer))
-        gathered = Gathered(parameters_of(optimizer))
-        params, grads = gathered.params, gathered.grads
+        gathered = record.gathered = Gathered(parameters_of(optimizer))
+        parts, grads = [(optimizer, gathered.params, record)], gathered.grads
         norms: NormCheck | SentCheck | None = None
-        versions, is_deferred = self.scaler.window.versions, stepper.reads_beside or keeps_scaled
-        is_edited = versions.get(id(optimizer), now := first_version(optimizer)) != now
         if not self.checks:
             norms = NormCheck(None, ())
-        elif is_deferred or is_edited:
+        elif stepper.reads_beside or keeps_scaled:
             norms = self.one_pass([optimizer], gathered, [keeps_scaled])
-        if norms is None and keeps_scaled:
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: gradients of its float32 copies (masters) are "
-                "sharded, sparse or on several devices; load the model in float32, or in bfloat16 "
-                "with master_weights='none'."
-            )
-        if norms is None and self.scaler.is_enabled():
+            if norms is None and keeps_scaled:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}: gradients of its float32 copies (masters) are "
+                    "sharded, sparse or on several devices; load the model in float32, or in "
+                    "bfloat16 with master_weights='none'."
+                )
+        if norms is None and is_scaled:
             self.scaler.unscale_(optimizer)
             flags = record["found_inf_per_device"]
             if len(flags) == 1 and self._sends([optimizer], *flags):
-                self.note(optimizer, record, params, send_flag(*flags.values()))
+                self.leave(parts, gathered, send_flag(*flags.values()))
             return
         if norms is None and is_uniform(gathered, LOW_PRECISION | {torch.float32}):
             norms = self._take_norms([optimizer], grads)
         elif norms is None:
             norms = NormCheck(None, tuple(islice(find_nonfinite(grads), MAX_NAMED)))
-        if is_edited and isinstance(norms, SentCheck):
-            norms = norms.read(grads)
-        record.gathered = gathered
-        self.note(optimizer, record, params, norms)
-        if self.scaler.is_enabled():
+        if isinstance(norms, SentCheck):
+            self.leave(parts, gathered, norms)
+        else:
+            self.note(parts, gathered.params, norms)
+        if is_scaled:
             record.deferred = DeferredUnscale(multiply=self.inv_scale(grads[0].device))
-        if is_edited and isinstance(norms, NormCheck) and norms.total is not None:
-            record.edited_norm = norms.host_total
-        if is_edited and not is_deferred:
-            self.unscale(optimizer, record)
 
     def _forbid_common(self, optimizer: Optimizer, keeps_scaled: bool) -> None:
         """Raise ``OrderError`` where gradients stay scaled for one optimizer and are unscaled for
         another one: they would be unscaled twice, or not at all."""
-        window, own = self.scaler.window, set(map(id, parameters_of(optimizer)))
-        common = len(window.unscaled_among(parameters_of(optimizer))) if keeps_scaled else 0
+        window, params = self.scaler.window, parameters_of(optimizer)
+        common = window.unscaled_among(params) if keeps_scaled else []
         for other in self.scaler.managed:
             record = window.known(other)
             if other is not optimizer and record is not None and record.deferred:
-                common += sum(id(p) in own for p in parameters_of(other) if p.grad is not None)
+                theirs = set(map(id, parameters_of(other)))
+                common += [p for p in params if p.grad is not None and id(p) in theirs]
         if common:
             raise OrderError(
-                f"{type(optimizer).__name__} shares {common} parameters with another optimizer, "
-                "and the gradients of one of them stay scaled, for float32 copies (masters). Put "
-                "the shared parameters in one optimizer, or load the model in float32; zero the "
+                f"{type(optimizer).__name__} shares {len(common)} parameters with another "
+                "optimizer, and the gradients of one of them stay scaled, for float32 copies "
+                "(masters). Put these in one optimizer, or load the model in float32; zero the "
                 "gradients to go on."
             )
 
@@ -266,71 +240,74 @@ class OverflowCheck:
     def _take_norms(
         self, owners: Iterable[Optimizer], grads: Sequence[Tensor]
     ) -> NormCheck | SentCheck:
-        device = grads[0].device
-        if self._sends(owners, device):
-            return send_norms(grads, reciprocal(self.scaler.window_scale), self.wants_each_norm)
-        return check_norms(grads, self.inv_scale(device), self.wants_each_norm)
+        take = send_norms if self._sends(owners, grads[0].device) else check_norms
+        return take(grads, reciprocal(self.scaler.window_scale), self.wants_each_norm)
 
     def note(
         self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
+        parts: Parts,
         params: Sequence[Tensor],
-        norms: NormCheck | SentCheck,
+        norms: NormCheck,
+        max_norm: float | None = None,
     ) -> None:
-        """Write what one pass has found to the record, where ``GradScaler`` reads it too. An
-        outcome that is still on the device is written once it is read."""
-        if isinstance(norms, SentCheck):
-            self.leave(optimizer, record, norms)
-            record.unread = partial(self._read, optimizer, record, params, gradients_of(params))
-            return
-        found, device = bool(norms.overflowed), params[0].device if params else self.device
-        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
+        """Write what one pass over ``params``, all of ``parts``, has found to the records, where
+        ``GradScaler`` reads it too. ``max_norm``: of the clip that the pass was made for."""
+        window = self.scaler.window
+        for optimizer, mine, record in parts:
+            bad = [params[i] for i in norms.overflowed]
+            if bad and len(parts) > 1:  # which of them has overflowed itself?
+                bad = [mine[i] for i in islice(find_nonfinite(gradients_of(mine)), MAX_NAMED)]
+            record.stage = OptState.UNSCALED
+            record.names = self.scaler.parameter_names.of(bad, optimizer)
+            verdict = self._agreed(optimizer, bool(bad))
+            if record["found_inf_per_device"]:  # as the device has found it
+                record.agreed = verdict
+            else:
+                record.decide(verdict)
+            # Where nothing scales them a script may cure them, or run a backward that is not seen.
+            if self.scaler.is_enabled() or (window.losses and not record.agreed):
+                record.looked_at = None
+            elif record.looked_at is None:
+                record.looked_at = Snapshot(parameters_of(optimizer))
+        for _, _, record in parts if norms.overflowed else ():
+            record.is_caught = not record.verdict
         if norms.total is not None:
-            self.scaler.window.grad_norms.add(GradNorm(params, norms.host_total, norms.each))
-        if record.sent is None or found == record.sent.is_finite:
-            flag = torch.full((), float(found), dtype=torch.float32, device=device)
-            record["found_inf_per_device"] = {device: flag}
-        record.overflowed = [params[i] for i in norms.overflowed]
-        self._agree(optimizer, record, found)
-        if not self._may_change(record):
-            record.looked_at = None
-        elif record.looked_at is None:
+            norm = GradNorm(params, norms.host_total, norms.each, max_norm)
+            window.grad_norms.add(norm)
+
+    def leave(
+        self,
+        parts: Parts,
+        gathered: Gathered,
+        sent: SentCheck,
+        max_norm: float | None = None,
+        undo: Callable[[NormCheck], bool] = lambda norms: False,
+    ) -> None:
+        """The outcome of a check stays on the device until somebody asks for it. ``undo`` is told
+        of an outcome without a norm, and returns whether it has dealt with it."""
+        for optimizer, _, record in parts:
+            record.stage = OptState.UNSCALED
+            record["found_inf_per_device"] = {sent.found_inf.device: sent.found_inf}
             record.looked_at = Snapshot(parameters_of(optimizer))
 
-    def leave(self, optimizer: Optimizer, record: OptimizerRecord, sent: SentCheck) -> None:
-        """The outcome of a check stays on the device for now; ``unread`` is the caller's to set."""
-        record.stage, record.count = OptState.UNSCALED, len(parameters_of(optimizer))
-        record["found_inf_per_device"] = {sent.found_inf.device: sent.found_inf}
-        record.sent, record.looked_at = sent, Snapshot(parameters_of(optimizer))
+        def when_read(sent: SentCheck) -> None:
+            seen = [record.looked_at for _, _, record in parts if record.looked_at is not None]
+            norms = sent.read(gathered.grads, any(each.is_changed for each in seen))
+            for _, _, record in parts:  # only now: Ctrl-C may come while this waits
+                record.unread = None
+            if norms.total is not None or not undo(norms):
+                self.note(parts, gathered.params, norms, max_norm)
 
-    def _may_change(self, record: OptimizerRecord) -> bool:
-        """Whether a script's edits after the check have the gradients checked again."""
-        is_new = record.verdict or not self.scaler.window.losses
-        return is_new and not self.scaler.is_enabled()
+        sent.when_read = when_read  # it holds no reference to it: that were a cycle
+        for _, _, record in parts:
+            record.unread = sent
 
-    def _read(
-        self,
-        optimizer: Optimizer,
-        record: OptimizerRecord,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-    ) -> None:
-        """Write the outcome of a check that was left on the device."""
-        sent, looked_at = record.sent, record.looked_at
-        assert sent is not None
-        assert looked_at is not None
-        norms = sent.read(grads, looked_at.is_changed())
-        record.unread = None  # only now: Ctrl-C may come while this waits
-        self.note(optimizer, record, params, norms)
-
-    def _agree(self, optimizer: Optimizer, record: OptimizerRecord, found: bool) -> None:
+    def _agreed(self, optimizer: Optimizer, found: bool) -> bool:
+        """The verdict of all ranks, where this one has ``found`` an overflow."""
         if not self.checks:
-            record.verdict = False
-            return
+            return False
         lost = isinf(reciprocal(self.scaler.window_scale))  # no gradient survived such a scale
-        ranks, here = self.scaler.ranks, found or lost
-        record.verdict = ranks.agree_on_overflow(here, optimizer, self.device)
+        return self.scaler.ranks.agree_on_overflow(found or lost, optimizer, self.device)
 
     def norm(self, optimizer: Optimizer) -> float:
         """The unscaled 2-norm of its gradients in this window, before they were clipped: that of a
@@ -374,20 +351,5 @@ class OverflowCheck:
         params = parameters_of(optimizer)
         record.deferred.apply([(p, p.grad) for p in params if p.grad is not None])
         record.deferred = DeferredUnscale()
-        for kept in (record.unscaled_before, record.looked_at):
-            if kept is not None:
-                kept.renew(params)
+        record.give_back(params)
         self.scaler.window.unscaled.update(map(id, params))
-
-    def give_back(
-        self, optimizer: Optimizer, record: OptimizerRecord, written: Sequence[Tensor] = ()
-    ) -> None:
-        """Remember the gradients as the caller gets them back: if they are scaled, later edits are
-        refused. ``written``: parameters whose gradients the present call has written to."""
-        if record.returned is not None:
-            record.returned.renew(written)
-        elif record.deferred:
-            record.returned = Snapshot(parameters_of(optimizer))
-        for kept in (record.unscaled_before, record.looked_at):
-            if kept is not None:
-                kept.renew(written)

@@ -185,7 +185,7 @@ class GradientMaker:
             elif record.stage is not OptState.READY or record.carried_over:
                 continue
             if optimizer not in bad and dirty.intersection(map(id, parameters_of(optimizer))):
-                if record is not None and record.is_carried:
+                if record is not None and record.carried_over is not None:
                     return [], Obstacle.PARTNER_ADDED
                 continue
             if record is not None and record.returned is not None:

@@ -6,6 +6,14 @@ everything known of them until the scale is updated. The folder knows no Acceler
 no step mode; it has the only collectives of the package.
 """
 
+from .checks import (
+    NormCheck as NormCheck,
+    SentCheck as SentCheck,
+    can_send as can_send,
+    check_norms as check_norms,
+    send_flag as send_flag,
+    send_norms as send_norms,
+)
 from .collectives import (
     add_norms as add_norms,
     gather_objects as gather_objects,
@@ -27,9 +35,7 @@ from .gradients import (
     MAX_NAMED as MAX_NAMED,
     SMALL as SMALL,
     Gathered as Gathered,
-    NormCheck as NormCheck,
     by_mesh as by_mesh,
-    check_norms as check_norms,
     clip_coefficient as clip_coefficient,
     find_nonfinite as find_nonfinite,
     first_nonfinite as first_nonfinite,
@@ -50,12 +56,6 @@ from .losses import Losses as Losses
 from .origin import Origin as Origin, Pair as Pair
 from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
 from .ranks import is_worldwide as is_worldwide
-from .sent_check import (
-    SentCheck as SentCheck,
-    can_send as can_send,
-    send_flag as send_flag,
-    send_norms as send_norms,
-)
 from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
 from .update_rule import always as always
 from .window import (

@@ -65,12 +65,9 @@ class GradNorms:
 
     def add(self, new: GradNorm) -> None:
         """Add a norm. A clip takes ``each`` from a check of the same parameters just before it."""
-        last = self._taken[-1] if self._taken else None
-        if last is not None and last.max_norm is None and _are_same(last, new):
-            if new.each is None:
-                new.each, new.parameters = last.each, last.parameters
-            if new.norm_type == last.norm_type and new.total is last.total:
-                del self._taken[-1]  # the check that the clip was made with
+        last = self._taken[-1] if self._taken and new.each is None else None
+        if last is not None and last.max_norm is None and last.keys == new.keys:
+            new.each, new.parameters = last.each, last.parameters
         self._taken.append(new)
 
     def of(self, parameters: Iterable[Tensor]) -> float | None:
@@ -109,19 +106,6 @@ class GradNorms:
 
     @property
     def clip(self) -> tuple[float | None, float | None]:
-        """``max_norm`` and coefficient of the hardest clip, where several clips of the same
-        parameters count as one; (None, None) without a clip."""
-        if len(clips := self.clips) == 1:
-            return clips[0].max_norm, clips[0].coefficient
-        limits: dict[frozenset[int], float] = {}
-        products: dict[frozenset[int], float] = {}
-        for m in clips:
-            limits[m.keys] = min(limits.get(m.keys, math.inf), m.max_norm or 0.0)
-            products[m.keys] = products.get(m.keys, 1.0) * m.coefficient
-        hardest = min(products, key=lambda key: products[key], default=None)
-        return (None, None) if hardest is None else (limits[hardest], products[hardest])
-
-
-def _are_same(one: GradNorm, other: GradNorm) -> bool:
-    """Whether they are norms of the same parameters."""
-    return one.parameters is other.parameters or one.keys == other.keys
+        """``max_norm`` and coefficient of the hardest clip; (None, None) without a clip."""
+        hardest = min(self.clips, key=lambda clip: clip.coefficient, default=None)
+        return (None, None) if hardest is None else (hardest.max_norm, hardest.coefficient)

@@ -30,12 +30,11 @@ from .gradients import (
     reciprocal,
     unscale_in_place,
 )
-from .host_mirror import HostMirror
 from .parameter_names import ParameterNames
 from .ranks import Ranks
 from .skips import SkipStreak
 from .thread_windows import ThreadWindows
-from .update_rule import Rule, ScaleState, always
+from .update_rule import HostMirror, Rule, ScaleState, always
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
@@ -139,7 +138,6 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def _scale(self) -> Tensor | None:
-        self._mirror.finish()
         bound = self._windows.bound
         return self._live if bound is None or bound.scale is None else bound.scale
 
@@ -199,10 +197,8 @@ class GradScaler(torch.amp.GradScaler):
             super().unscale_(optimizer)
             if record.verdict is not None:  # in a job: of all ranks, and not on another stream
                 record.decide(record.verdict)
-            params = parameters_of(optimizer)
-            record.count = len(params)
             if self._managed:
-                window.unscaled.update(map(id, params))
+                window.unscaled.update(map(id, parameters_of(optimizer)))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -598,22 +594,26 @@ class GradScaler(torch.amp.GradScaler):
         or marked where that is not possible."""
         left = self._windows.next()
         self._leaves = []
-        self.parameter_names.next_window()
         scaled: list[Optimizer] = []
-        for optimizer, why in left.carried_over(self.managed) if self._enabled else ():
-            if why:
-                self._mark_carried_over(optimizer, why)
-            elif any(p.grad is not None for p in parameters_of(optimizer)):
+        for optimizer in self.managed if self._enabled else ():
+            record, params = left.record(optimizer), parameters_of(optimizer)
+            if record.stage is OptState.STEPPED or not gradients_of(params):
+                continue
+            mixed = Snapshot(left.unscaled_among(params))  # by another optimizer, too
+            if record.stage is OptState.READY and not record.carried_over and mixed.is_zero:
                 scaled.append(optimizer)
-                self.window.record(optimizer).is_carried = True
+                self.window.record(optimizer).carried_over = ""
+            else:
+                why = "sat out the step before with gradients in it, which are unscaled"
+                self._mark_carried_over(optimizer, record.carried_over or why)
         if not scaled:
             return
         now = self.read_state().scale
         before = now if left.scale is None else float(left.scale)
         if now != before:
             # A gradient that another optimizer has stepped is zero: else this one were marked.
-            params = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
-            multiply_in_place(gradients_of(params.values()), now * reciprocal(before))
+            each = {id(p): p for optimizer in scaled for p in parameters_of(optimizer)}
+            multiply_in_place(gradients_of(each.values()), now * reciprocal(before))
 
     def _mark_carried_over(self, optimizer: Optimizer, why: str) -> None:
         """Let the next window refuse these gradients, unless they are zeroed first."""
@@ -627,7 +627,7 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer in self.managed:
             record, params = window.known(optimizer), parameters_of(optimizer)
             if record is not None and record.carried_over and Snapshot(params).is_zero:
-                record.carried_over = ""
+                record.carried_over = None
             if record is not None and record.stage is OptState.UNSCALED:
                 before = record.unscaled_before = Snapshot(params)
                 is_left, device = not before.is_zero, params[0].device

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
@@ -37,20 +36,6 @@ SMALLEST_NORMAL = 2.0**-126
 
 MAX_NAMED = 3
 """Non-finite gradients that a check looks for; to find all would read every one once more."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormCheck:
-    """The outcome of :func:`check_norms`."""
-
-    total: Tensor | None
-    """Unscaled total norm, float32, shape (); None where no norm could be taken."""
-    overflowed: tuple[int, ...]
-    """Indices of the first few gradients with non-finite elements; empty: all are finite."""
-    host_total: float = math.nan
-    """``total`` as a Python float."""
-    each: Tensor | None = None
-    """Unscaled norm of each gradient, float32, shape (n,), on the host; only with ``keep_each``."""
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -130,59 +115,6 @@ def is_power_of_two(scale: float) -> bool:
 def reciprocal(scale: float) -> float:
     """1 / scale; inf where float32 may not hold it, after some 140 back-offs in a row."""
     return 1.0 / scale if scale >= SMALLEST_NORMAL else math.inf
-
-
-@torch.no_grad()
-def check_norms(grads: Sequence[Tensor], inv_scale: Tensor, keep_each: bool = False) -> NormCheck:
-    """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
-
-    With a power-of-two scale the total equals, bit for bit, what
-    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
-    small gradients are read first and large ones one by one: an overflow in the backward reaches
-    the biases of every earlier layer, so that a skipped window costs little.
-
-    Args:
-        grads: uniform gradients (see :func:`is_uniform`), scaled.
-        inv_scale: reciprocal of their scale, float32, shape (), on their device.
-        keep_each: return the norm of each gradient, too.
-
-    Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
-    all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
-    """
-    stacked, suspects = _norms_until_nonfinite(grads)
-    if stacked is not None:
-        unscaled = stacked * inv_scale
-        total = torch.linalg.vector_norm(unscaled)
-        each = on_host(unscaled, total) if keep_each else total.reshape(1)
-        value = float(each[-1])
-        if math.isfinite(value):
-            return NormCheck(total, (), value, each[:-1] if keep_each else None)
-        suspects = not_finite(stacked)
-    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MAX_NAMED)
-    return NormCheck(None, tuple(overflowed))
-
-
-def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
-    """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
-    cpu = grads[0].device.type == "cpu"
-    sizes = list(map(Tensor.numel, grads))
-    if not cpu or max(sizes) < LARGE:
-        with run_on_one_thread(cpu and max(sizes) <= SMALL):
-            return torch.stack(list(norms_of(grads))), []
-    small = [i for i, size in enumerate(sizes) if size < LARGE]
-    found = norms_of([grads[i] for i in small]) if small else ()
-    stacked = torch.stack(list(found)) if small else None
-    if stacked is not None and not math.isfinite(float(stacked.sum())):
-        return None, [small[i] for i in not_finite(stacked)]
-    norms = dict(zip(small, found, strict=True))
-    low = cpu and not LOW_PRECISION.isdisjoint(map(_dtype_of, grads))
-    scratch = torch.empty(NORM_BLOCK) if low else None
-    for i, grad in enumerate(grads):
-        if i not in norms:
-            norms[i] = norm_of(grad, 2.0, scratch)
-            if not math.isfinite(float(norms[i])):
-                return None, [i]
-    return torch.stack([norms[i] for i in range(len(grads))]), []
 
 
 def norms_of(grads: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -321,30 +253,29 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(meshes.values())
 
 
-def total_norm(parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm of all gradient elements together, shape (); float32 for those of low precision. Of
-    DTensors, which may stand beside plain tensors, every rank's elements count: communicates."""
+def total_norm(parameters: Iterable[Tensor], norm_type: float, is_torchs: bool = False) -> Tensor:
+    """The norm of all gradient elements together, shape (); float32 for those of low precision,
+    except where it ``is_torchs``, bit for bit. Of DTensors, which may stand beside plain tensors,
+    every rank's elements count: communicates."""
     grads = [_values(g) if g.is_sparse else g for g in gradients_of(parameters)]
-    norms = [whole(_norm_of_all(some, norm_type)) for some in by_mesh(grads) or [[]]]
-    return norms[0] if len(norms) == 1 else norm_of(torch.stack(norms), norm_type)
+    norms: list[Tensor] = []
+    for some in by_mesh(grads) or [[]]:
+        if is_torchs or all(grad.dtype not in LOW_PRECISION for grad in some):
+            norm = torch.nn.utils.get_total_norm(some, norm_type)
+        else:
+            norm = norm_of(torch.stack([norm_of(grad, norm_type) for grad in some]), norm_type)
+        norms.append(whole(norm))
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
-def _norm_of_all(grads: list[Tensor], norm_type: float) -> Tensor:
-    if all(grad.dtype not in LOW_PRECISION for grad in grads):
-        total: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
-        return total
-    return norm_of(torch.stack([norm_of(grad, norm_type) for grad in grads]), norm_type)
-
-
-def norm_of(grad: Tensor, norm_type: float, scratch: Tensor | None = None) -> Tensor:
-    """The norm of one tensor, shape (), float32 at least.
-
-    Args:
-        scratch: float32, shape (NORM_BLOCK,), on a CPU, to be overwritten; None: made here.
-    """
+def norm_of(grad: Tensor, norm_type: float) -> Tensor:
+    """The norm of one tensor, shape (), float32 at least."""
     is_low, is_plain = grad.dtype in LOW_PRECISION, not hasattr(grad, "to_local")
     if is_low and is_plain and grad.device.type == "cpu" and grad.numel() > NORM_BLOCK:
-        scratch = torch.empty(NORM_BLOCK) if scratch is None else scratch
+        scratch = torch.empty(NORM_BLOCK)
         parts = torch.split(grad.reshape(-1), NORM_BLOCK)
         blocks = (scratch[: len(part)].copy_(part) for part in parts)
         grad = torch.stack([torch.linalg.vector_norm(block, norm_type) for block in blocks])
@@ -354,10 +285,7 @@ def norm_of(grad: Tensor, norm_type: float, scratch: Tensor | None = None) -> Te
 
 
 def clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``; 1 for
-    an infinite limit, also where the norm is past float32."""
-    if max_norm == math.inf:
-        return torch.clamp(total_norm, 1.0, 1.0)  # NaN stays NaN
+    """The factor of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``."""
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 

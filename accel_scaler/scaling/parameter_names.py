@@ -22,18 +22,11 @@ class ParameterNames:
         self.version = 0
         """Grows with each module that is added."""
         self._modules: list[weakref.ref[Module]] = []
-        self._found: dict[int, str] | None = None
-        """The names that :meth:`by_id` has found in this window; None before its first call."""
-
-    def next_window(self) -> None:
-        """Modules may be changed between windows: look again."""
-        self._found = None
 
     def add_module(self, module: Module) -> None:
         """Take parameter names from this module."""
         if all(ref() is not module for ref in self._modules):
             self._modules.append(weakref.ref(module))
-            self._found = None
             self.version += 1
 
     def parameters(self) -> list[Tensor]:
@@ -46,7 +39,7 @@ class ParameterNames:
         """A name for each parameter, once: from its module or optimizer, else place and shape."""
         if not (wanted := {id(p): p for p in params}):
             return []
-        found = dict(self.by_id())
+        found = self.by_id()
         for number, group in enumerate(optimizer.param_groups if optimizer else []):
             labels = group.get("param_names")
             for place, p in enumerate(group["params"]):
@@ -60,14 +53,12 @@ class ParameterNames:
     def by_id(self) -> dict[int, str]:
         """``id(parameter)`` -> name, in the order of the modules. A name that two modules have gets
         the class and the number of its module before it."""
-        if self._found is not None:
-            return self._found
         modules = [module for ref in self._modules if (module := ref()) is not None]
         named = [list(module.named_parameters()) for module in modules]
         uses = Counter(name for each in named for name, _ in each)
-        self._found = {}
+        found: dict[int, str] = {}
         for number, (module, each) in enumerate(zip(modules, named, strict=True)):
             label = f"{type(module).__name__}[{number}]"
             for name, p in each:
-                self._found.setdefault(id(p), name if uses[name] == 1 else f"{label}.{name}")
-        return self._found
+                found.setdefault(id(p), name if uses[name] == 1 else f"{label}.{name}")
+        return found

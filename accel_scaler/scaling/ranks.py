@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -70,9 +69,6 @@ class Ranks:
 
     sharded = False
     """Ranks have parts of the gradients, which are no DTensors (``ScalerConfig.sharded``)."""
-
-    knows_all = True
-    """Every wrapper of DDP was given to :meth:`watch`."""
 
     def __init__(self) -> None:
         self._reduced: WeakKeyDictionary[DistributedDataParallel, _Reduction] = WeakKeyDictionary()
@@ -126,19 +122,13 @@ class Ranks:
             if reduction.grads is not None and reduction.number > last
             if is_worldwide(wrapper) and _averages(wrapper) and not wrapper._join_config.enable
         ]
-        return Share.ALONE if self._outside(wrappers, optimizer) else Share.SAME
+        return Share.SAME if self._reduce_all(wrappers, optimizer) else Share.ALONE
 
-    def own(self, optimizer: Optimizer) -> list[Tensor]:
-        """The optimizer's parameters that only this rank has, beside a model of DDP's."""
-        if self.has_parts(optimizer) or not (self._reduced and self.knows_all):
-            return []
-        return self._outside(self._reduced, optimizer)
-
-    def _outside(
+    def _reduce_all(
         self, wrappers: Iterable[DistributedDataParallel], optimizer: Optimizer
-    ) -> list[Tensor]:
+    ) -> bool:
         reduced = frozenset[int]().union(*(self._reduced[wrapper].keys for wrapper in wrappers))
-        return [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in reduced]
+        return reduced.issuperset(id(p) for p in parameters_of(optimizer) if p.requires_grad)
 
     def all_have(self, optimizer: Optimizer) -> bool:
         """Whether every rank is known to have the same verdict on the optimizer's gradients, and so

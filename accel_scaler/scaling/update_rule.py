@@ -1,4 +1,4 @@
-"""The update rule of the scale in plain Python: from one window's verdict to the next scale."""
+"""The scale's numbers on the host: from one window's verdict to the next, in plain Python."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 
 def always() -> bool:
@@ -76,3 +78,36 @@ class Rule:
 
 def _float32(value: float) -> float:
     return ctypes.c_float(value).value
+
+
+Numbers = tuple[float, int]
+
+
+class HostMirror:
+    """Spares the host a question to the device for two numbers that the host wrote last."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Tensor, Tensor, tuple[int, int], Numbers] | None = None
+        """The two tensors, their versions when they were last read or written, and the numbers."""
+
+    def read(self, scale: Tensor, tracker: Tensor) -> Numbers:
+        """Scale and tracker. Synchronises only if the tensors were written to elsewhere."""
+        numbers = self._numbers_of(scale, tracker) or (float(scale), int(tracker))
+        self._known = scale, tracker, (scale._version, tracker._version), numbers
+        return numbers
+
+    def _numbers_of(self, scale: Tensor, tracker: Tensor) -> Numbers | None:
+        """What is in the tensors; None where they were written to elsewhere."""
+        known, versions = self._known, (scale._version, tracker._version)
+        if known and known[0] is scale and known[1] is tracker and known[2] == versions:
+            return known[3]
+        return None
+
+    def write(self, scale: Tensor, tracker: Tensor, numbers: Numbers) -> None:
+        """Set both. Does not synchronise."""
+        before = self._numbers_of(scale, tracker) or (None, None)
+        if before[0] != numbers[0]:
+            scale.fill_(numbers[0])
+        if before[1] != numbers[1]:
+            tracker.fill_(numbers[1])
+        self._known = scale, tracker, (scale._version, tracker._version), numbers

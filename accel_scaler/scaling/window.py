@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -11,21 +11,18 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
 from ..errors import OrderError
+from .checks import SentCheck
 from .grad_norms import GradNorms
-from .gradients import Gathered, has_nonfinite_gradient, nonzero, parameters_of
+from .gradients import Gathered, nonzero, parameters_of
 from .losses import Losses
 from .origin import Origin
-from .sent_check import SentCheck
 from .update_rule import ScaleState
 
 HOST = torch.device("cpu")
-
-UNSCALED = "sat out the step before with gradients in it, which are unscaled"
-"""A value of ``OptimizerRecord.carried_over``; an error puts the optimizer's name before it."""
 
 
 def stepped(optimizer: Any) -> Any:
@@ -54,14 +51,13 @@ class Snapshot:
         """Every gradient is gone or zero. Synchronises with the device."""
         return not any(nonzero(grad) for _, grad, _ in self._entries.values() if grad is not None)
 
-    def is_changed(self, some: Iterable[Tensor] | None = None) -> bool:
-        """Whether any parameter in ``some`` (None: all) has another gradient now, or the same one
-        after a write. A dropped gradient is no change."""
-        known = self._entries
-        keys = known if some is None else [key for p in some if (key := id(p)) in known]
+    @property
+    def is_changed(self) -> bool:
+        """Whether any parameter has another gradient now, or the same one after a write. A dropped
+        gradient is no change."""
         return any(
             (now := p.grad) is not None and (now is not grad or now._version != version)
-            for p, grad, version in map(known.__getitem__, keys)
+            for p, grad, version in self._entries.values()
         )
 
 
@@ -110,19 +106,15 @@ class OptimizerRecord(dict[str, Any]):
         super().__init__(_refresh_per_optimizer_state())
         self.owner: ref[Any] | None = None
         """The torch optimizer; None where torch's own code has made the record."""
-        self._verdict: bool | None = None
-        self.sent: SentCheck | None = None
-        """The last check, if its outcome was left on the device."""
-        self.unread: Callable[[], None] | None = None
-        """Reads the outcome of :attr:`sent` and writes it here; None: that is done."""
+        self.agreed: bool | None = None
+        """:attr:`verdict`, as far as it was read."""
+        self.unread: SentCheck | None = None
+        """The last check, while its outcome is left on the device."""
         self.is_caught = False
         """The optimizer was clipped together with gradients of another one, which overflowed."""
-        self.count: int | None = None
-        """The number of parameters when their gradients were unscaled or checked."""
-        self.carried_over = ""
-        """Why a backward may not add to gradients from before the window; "" where it may."""
-        self.is_carried = False
-        """Some gradients are from before the window, rescaled to its scale."""
+        self.carried_over: str | None = None
+        """Why a backward may not add to gradients from before the window, after the optimizer's
+        name; "": it may, they were rescaled. None: there are none."""
         self.gathered: Gathered | None = None
         """The gradients that the last check has read, perhaps with others."""
         self.deferred = DeferredUnscale()
@@ -133,16 +125,12 @@ class OptimizerRecord(dict[str, Any]):
         """Gradients that were already unscaled when another loss was scaled."""
         self.looked_at: Snapshot | None = None
         """Gradients at their check, where nothing is scaled: a script may change them unseen."""
-        self.edited_norm: float | None = None
-        """The unscaled norm, where the script wrote to scaled gradients after the backward."""
         self.norm: float | None = None
         """The unscaled norm over all ranks, before a clip, once it was asked for."""
         self.is_spike = False
         """The norm is above ``skip_norm_above``."""
-        self.overflowed: Sequence[Tensor] = ()
-        """Some parameters with non-finite gradients."""
         self.names: Sequence[str] = ()
-        """Names of the overflowed parameters, once the optimizer was skipped."""
+        """Names of some parameters with non-finite gradients."""
 
     stage = property(itemgetter("stage"), lambda record, stage: record.update(stage=stage))
     """An ``OptState``: the gradients are as the backward left them, unscaled, or stepped."""
@@ -152,49 +140,55 @@ class OptimizerRecord(dict[str, Any]):
         """Whether the gradients overflowed on any rank; None before the ranks have agreed. Waits
         for the outcome of a check that was left on the device."""
         self.settle()
-        return self._verdict
-
-    @verdict.setter
-    def verdict(self, verdict: bool | None) -> None:
-        self._verdict = verdict
+        return self.agreed
 
     def settle(self) -> None:
         """Wait for the outcome of a check that was left on the device, if there is one."""
-        if (read := self.unread) is not None:
-            read()
+        if self.unread is not None:
+            self.unread.when_read(self.unread)
 
     def decide(self, verdict: bool) -> None:
         """Set the common verdict of all ranks."""
-        self.verdict = verdict
+        self.agreed = verdict
         # torch's methods read this, where above 0 is an overflow. It is on the host: no read waits.
-        self["found_inf_per_device"] = {
-            HOST: torch.full((), float(verdict), dtype=torch.float32, device=HOST)
-        }
+        flag = torch.full((), float(verdict), dtype=torch.float32, device=HOST)
+        self["found_inf_per_device"] = {HOST: flag}
+
+    def give_back(self, written: Iterable[Tensor] = ()) -> None:
+        """The caller gets the gradients, some of them just ``written`` to: changes from now on are
+        theirs. If the gradients are scaled, such changes are refused."""
+        if self.returned is None and self.deferred:
+            owner = None if self.owner is None else self.owner()
+            self.returned = Snapshot(() if owner is None else parameters_of(owner))
+        for kept in (self.returned, self.unscaled_before, self.looked_at):
+            if kept is not None:
+                kept.renew(written)
 
     def let_go(self) -> None:
         """Drop every parameter and gradient."""
         self.returned = self.unscaled_before = self.looked_at = None
-        self.sent = self.unread = self.gathered = None
-        self.overflowed = ()
+        self.unread = self.gathered = None
 
-    def forbid_mixture(self, name: str, some: Iterable[Tensor] | None = None) -> None:
-        """Raise ``OrderError``, with the optimizer's ``name``, where gradients (of ``some``
-        parameters; None: of all) have different scales, or a clip returned them scaled and the
-        caller has changed them since."""
+    def forbid_mixture(self, name: str) -> None:
+        """Raise ``OrderError``, with the optimizer's ``name``, where gradients have different
+        scales, or a clip returned them scaled and the caller has changed them since."""
         if self.carried_over:
             raise OrderError(
                 f"{name} {self.carried_over}; the present ones were added to them. Step every "
                 "optimizer that has gradients, or zero them before the next backward; now zero "
                 "them to go on."
             )
-        if self.unscaled_before is not None and self.unscaled_before.is_changed(some):
+        if self.unscaled_before is not None and self.unscaled_before.is_changed:
             raise OrderError(
                 "a backward added scaled gradients to the unscaled ones of "
                 f"{name}: they were unscaled or clipped before the last micro-batch. Accumulate "
                 "under `with accelerator.accumulate(model):`, or clip only after the last "
                 "backward; then zero the gradients and go on."
             )
-        if self._is_returned_changed(some):
+        if self.returned is not None and self.returned.is_changed:
+            self.settle()
+            if self.returned is None:  # after an overflow the clip has returned them as they were
+                return
             raise OrderError(
                 f"the gradients of {name} were changed after they were clipped, while they still "
                 "are scaled for float32 copies (masters), so the change would be scaled too. "
@@ -202,14 +196,6 @@ class OptimizerRecord(dict[str, Any]):
                 "accelerator.scaler.get_scale(); or load the model in float32. Zero the gradients "
                 "to go on."
             )
-
-    def _is_returned_changed(self, some: Iterable[Tensor] | None) -> bool:
-        """Whether the caller has changed gradients that a clip returned scaled; after an overflow
-        it returned them as they were."""
-        if self.returned is None or not self.returned.is_changed(some):
-            return False
-        self.settle()
-        return self.returned is not None
 
     @property
     def is_skipped(self) -> bool:
@@ -244,8 +230,6 @@ class Window:
         """Records by the ``id`` of each optimizer, and of each wrapper around it that was used."""
         self.unscaled: set[int] = set()
         """The ``id`` of each parameter whose gradient was unscaled in place."""
-        self.owners: tuple[object, dict[int, list[int]]] | None = None
-        """A table that belongs to :meth:`.OverflowCheck.owners`."""
         self.losses = Losses()
         self.bad_losses: int | None = None
         """Losses of all ranks that were inf or NaN, once the ranks have exchanged their numbers."""
@@ -286,12 +270,9 @@ class Window:
     def record(self, optimizer: Optimizer) -> OptimizerRecord:
         """The record of ``optimizer`` and its wrappers; made if it is new."""
         inner = stepped(optimizer)
-        if self.known(inner) is None and id(inner) in self.states:
-            gone = self.states.pop(id(inner))  # of another one at this address; its verdict counts
-            self.states[id(gone)] = gone
-        found = self.states[id(inner)]
+        found = self.known(inner) or OptimizerRecord()
         found.owner = ref(inner)
-        self.states[id(optimizer)] = found
+        self.states[id(inner)] = self.states[id(optimizer)] = found
         return found
 
     def known(self, optimizer: Optimizer) -> OptimizerRecord | None:
@@ -314,26 +295,6 @@ class Window:
         for record in self.states.values():
             record.let_go()
 
-    def carried_over(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, str]]:
-        """As the window ends: each of ``optimizers`` that has not stepped in it, and why a backward
-        may not add to its gradients; "" where these have the window's scale."""
-        left = [each for each in optimizers if not self._is_done(each)]
-        # A stepped gradient is unscaled for every other optimizer that has it, too.
-        done = [each for each in optimizers if each not in left] if left else []
-        others = self.unscaled.union(id(p) for each in done for p in parameters_of(each))
-        for optimizer in left:
-            record = self.record(optimizer)
-            mixed = [p for p in parameters_of(optimizer) if id(p) in others]
-            is_scaled = record.stage is not OptState.UNSCALED and Snapshot(mixed).is_zero
-            yield optimizer, record.carried_over or ("" if is_scaled else UNSCALED)
-
-    def _is_done(self, optimizer: Optimizer) -> bool:
-        record = self.known(optimizer)
-        if record is None or record.stage is not OptState.STEPPED:
-            return False
-        # A sum with gradients that are not finite would be skipped again.
-        return not record.found_inf or any(map(has_nonfinite_gradient, parameters_of(optimizer)))
-
     def for_job(self, optimizers: Iterable[Optimizer], scale: float) -> Window:
         """A window for a job: this one's scale and records of ``optimizers``, as host numbers."""
         own = Window(self.index)
@@ -342,7 +303,7 @@ class Window:
         for optimizer in optimizers:
             own.wrappers[id(stepped(optimizer))] = optimizer
             known, record = self.record(optimizer), own.record(optimizer)
-            record.stage, record.count = known.stage, known.count
+            record.stage = known.stage
             record.decide(known.found_inf)
         return own
 

@@ -263,33 +263,11 @@ def test_a_late_outcome_changes_no_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if before is huge and between in EDITS:
-        pytest.skip("after an edit nothing tells a norm past float32 from an overflow: no step")
+        pytest.skip("after an edit nothing tells a norm past float32 from an overflow")
     found = run(Training(kind, dtype, scaled), before, between)
     monkeypatch.setattr(overflow_check, "can_send", lambda device: False)
     expected = run(Training(kind, dtype, scaled), before, between)
     assert str(found) == str(expected)  # NaN is equal to itself
-
-
-@pytest.mark.parametrize("between", EDITS)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize(("kind", "dtype"), [("sgd", FULL), ("adamw", LOW)])
-def test_what_was_edited_before_a_norm_past_float32_was_read_is_not_stepped(
-    kind: str, dtype: torch.dtype, scaled: bool, between: Callable[[Training], None]
-) -> None:
-    """It is not clipped."""
-    training = Training(kind, dtype, scaled)
-    for step in range(3):
-        training.backward(step)
-        before = str([p.tolist() for p in training.params])
-        if step == 1:
-            huge(training)
-        training.boundary.clipping.clip_norm(training.params, 0.5)
-        if step == 1:
-            between(training)
-        has_stepped = training.boundary.step(training.optimizer)
-        assert has_stepped == (step != 1 or between is drop_one)
-        assert has_stepped or str([p.tolist() for p in training.params]) == before
-        training.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("before", BEFORE)

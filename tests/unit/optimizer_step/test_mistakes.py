@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_scaler import ScalerConfig, attach, detach
-from accel_scaler.optimizer_step.boundary import MAX_IDLE_WINDOWS
 from accel_scaler.optimizer_step.mistakes import SAME, TRIES
 from accel_scaler.report.reader import read_run
 from accel_scaler.telemetry import verdict
@@ -146,36 +145,6 @@ def test_without_a_scale_torchs_own_clip_is_right(caplog: pytest.LogCaptureFixtu
     assert named(caplog) == []
 
 
-# Optimizers whose model has other parameters now.
-
-LEFT = "none of its parameters is the prepared model's"
-
-
-def test_an_optimizer_of_replaced_parameters_is_named_in_its_first_window(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    """Where it has never had a gradient, as after a resume; else after ten, since it may wait."""
-    for trained, idle in ((0, 0), (3, MAX_IDLE_WINDOWS - 1)):
-        path = tmp_path / f"{trained}.jsonl"
-        a = ours(ScalerConfig(telemetry=str(path)))
-        model, optimizer = one(a)
-        for window in range(trained + idle + 3):
-            if window == trained:
-                model.load_state_dict({"w": torch.ones(4)}, assign=True)
-            a.backward(model(1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-            assert len(named(caplog, LEFT)) == (window >= trained + idle)
-        assert "accelerator.prepare(SGD(model.parameters(), ...))" in named(caplog, LEFT)[0]
-        assert LEFT in a.scaler_history.summary()
-        a.scaler.abandon_window()
-        detach(a)
-        assert LEFT in verdict(read_run(path))
-        assert model.w.tolist() == [1.0] * 4
-        caplog.clear()
-        reset()
-
-
 def test_a_turn_that_has_not_come_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
     """Models that are prepared or not, frozen or not, whose optimizer waits (GANs, adapters)."""
     for is_prepared in (True, False):
@@ -192,4 +161,4 @@ def test_a_turn_that_has_not_come_is_not_named(caplog: pytest.LogCaptureFixture)
                     each.step()
                     each.zero_grad()
             reset()
-    assert named(caplog, LEFT) == named(caplog, "never had a gradient") == []
+    assert named(caplog, "never had a gradient") == []

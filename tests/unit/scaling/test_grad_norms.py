@@ -42,13 +42,11 @@ def test_a_check_is_replaced_by_the_clip_after_it_and_gives_its_norms() -> None:
     assert list(map(id, found.parameters)) == [id(a), id(b)]
 
 
-def test_clips_after_a_clip_multiply() -> None:
+def test_the_hardest_of_several_clips_is_told() -> None:
     (a,) = parameters(1)
     found = measured(GradNorm([a], 10.0, None, 5.0), GradNorm([a], 5.0, None, 1.0))
     assert found.total == 10.0
-    limit, coefficient = found.clip
-    assert limit == 1.0
-    assert coefficient == pytest.approx(0.1, rel=1e-5)
+    assert found.clip == (1.0, pytest.approx(0.2, rel=1e-5))
     wide = measured(GradNorm([a], 10.0, None, 5.0), GradNorm([a], 5.0, None, 50.0))
     assert wide.clip == (5.0, pytest.approx(0.5, rel=1e-5))
 

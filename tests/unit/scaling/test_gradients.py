@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from accel_scaler.scaling.checks import check_norms
 from accel_scaler.scaling.gradients import (
     LARGE,
     NORM_BLOCK,
     Gathered,
-    check_norms,
     is_uniform,
     match_layout,
     multiply_in_place,
@@ -53,7 +53,7 @@ def test_the_total_is_torchs_bit_for_bit(sizes: list[int], power: int, seed: int
     scale = 2.0**power
     generator = torch.Generator().manual_seed(seed)
     grads = [torch.randn(n, generator=generator) * scale for n in sizes]
-    norms = check_norms(grads, torch.tensor(1.0 / scale))
+    norms = check_norms(grads, 1.0 / scale)
     assert norms.total is not None
     assert torch.equal(norms.total, torchs_total(grads, scale))
     assert norms.host_total == norms.total.item()
@@ -64,7 +64,7 @@ def test_the_total_is_torchs_bit_for_bit(sizes: list[int], power: int, seed: int
 @pytest.mark.parametrize("order", [(LARGE, 3, LARGE + 5, 70), (5, LARGE), (LARGE,), (9, 8)])
 def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> None:
     grads = [torch.randn(n) * 1024 for n in order]
-    norms = check_norms(grads, torch.tensor(1 / 1024), keep_each=True)
+    norms = check_norms(grads, 1 / 1024, keep_each=True)
     assert norms.total is not None
     assert norms.each is not None
     assert torch.equal(norms.total, torchs_total(grads, 1024.0))
@@ -76,7 +76,7 @@ def test_large_and_small_gradients_keep_their_order(order: tuple[int, ...]) -> N
 def test_an_overflow_is_found_wherever_it_is(bad: int, value: float) -> None:
     grads = [torch.ones(4), torch.ones(LARGE), torch.ones(2, 3), torch.ones(LARGE + 1)]
     grads[bad].view(-1)[-1] = value
-    norms = check_norms(grads, torch.tensor(0.5))
+    norms = check_norms(grads, 0.5)
     assert norms.total is None
     assert norms.overflowed == (bad,) == tuple(plain_nonfinite(grads))
     assert math.isnan(norms.host_total)
@@ -85,7 +85,7 @@ def test_an_overflow_is_found_wherever_it_is(bad: int, value: float) -> None:
 @pytest.mark.parametrize("size", [8, LARGE])
 def test_finite_gradients_whose_norm_leaves_float32_are_no_overflow(size: int) -> None:
     grads = [torch.full((size,), 1e30), torch.ones(3)]
-    norms = check_norms(grads, torch.tensor(1.0))
+    norms = check_norms(grads, 1.0)
     assert norms.total is None
     assert norms.overflowed == ()
     assert plain_nonfinite(grads) == []
@@ -95,7 +95,7 @@ def test_a_total_is_never_missing_a_gradient() -> None:
     """The sum of the small norms leaves float32's range, each of them does not."""
     small = [torch.tensor([3e38]), torch.tensor([3e38])]
     large = torch.full((LARGE,), 2.0**50)
-    norms = check_norms([*small, large], torch.tensor(2.0**-127))
+    norms = check_norms([*small, large], 2.0**-127)
     assert norms.overflowed == ()
     if norms.total is not None:
         whole = plain_norm([g * 2.0**-127 for g in (*small, large)])
@@ -111,10 +111,10 @@ def test_the_norm_of_low_precision_is_taken_in_float32(dtype: torch.dtype, size:
     expected = float(grad.double().norm())
     assert float(norm_of(grad, 2.0)) == pytest.approx(expected, rel=1e-5)
     assert float(norm_of(grad, INF)) == float(grad.abs().max())
-    norms = check_norms([grad, torch.ones(3, dtype=dtype)], torch.tensor(0.25), keep_each=True)
+    norms = check_norms([grad, torch.ones(3, dtype=dtype)], 0.25, keep_each=True)
     assert norms.host_total == pytest.approx(math.hypot(expected, 3**0.5) / 4, rel=1e-5)
     grad[2, -1] = NAN
-    assert check_norms([grad], torch.tensor(0.25)).overflowed == (0,)
+    assert check_norms([grad], 0.25).overflowed == (0,)
 
 
 def test_uniform_gradients() -> None:

@@ -1,4 +1,4 @@
-"""The host's copy of scale and tracker: never older than the tensors, never half of a write."""
+"""The host's copy of scale and tracker: never older than the tensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from accel_scaler import GradScaler
-from accel_scaler.scaling import host_mirror
-from accel_scaler.scaling.host_mirror import HostMirror
-from accel_scaler.scaling.update_rule import ScaleState
+from accel_scaler.scaling import update_rule
+from accel_scaler.scaling.update_rule import HostMirror, ScaleState
 
 
 def test_it_follows_tensors_that_are_written_or_replaced() -> None:
@@ -29,33 +28,8 @@ def test_it_follows_tensors_that_are_written_or_replaced() -> None:
 def test_what_was_written_is_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     mirror, scale, tracker = HostMirror(), torch.tensor(8.0), torch.tensor(1)
     mirror.write(scale, tracker, (4.0, 2))
-    monkeypatch.setattr(host_mirror, "float", lambda _: 1 / 0, raising=False)
+    monkeypatch.setattr(update_rule, "float", lambda _: 1 / 0, raising=False)
     assert mirror.read(scale, tracker) == (4.0, 2)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_an_interrupted_write_is_finished_by_the_next_read(
-    which: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    fill, seen = torch.Tensor.fill_, []
-
-    def interrupted(tensor: torch.Tensor, value: float) -> torch.Tensor:
-        seen.append(value)
-        if len(seen) == which + 1:
-            raise KeyboardInterrupt
-        return fill(tensor, value)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "fill_", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            scaler.write_state(ScaleState(4.0, 9))
-    if which == 0:  # who scales a loss reads the tensor, others the state
-        assert float(scaler._scale) == 4.0  # type: ignore[arg-type]
-    assert scaler.read_state() == ScaleState(4.0, 9)
-    assert float(scaler._scale) == 4.0  # type: ignore[arg-type]
-    assert int(scaler._growth_tracker) == 9  # type: ignore[arg-type]
 
 
 def test_a_concurrent_reader_caches_no_old_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +49,7 @@ def test_a_concurrent_reader_caches_no_old_scale(monkeypatch: pytest.MonkeyPatch
         return number
 
     scaler._scale.add_(0.0)  # type: ignore[union-attr]  # what is known of it is out of date
-    monkeypatch.setattr(host_mirror, "float", slow, raising=False)
+    monkeypatch.setattr(update_rule, "float", slow, raising=False)
     reader = threading.Thread(target=scaler.get_scale)
     reader.start()
     assert inside.wait(10)

@@ -1,4 +1,4 @@
-"""A check of gradients whose outcome is on their device, and on its way to the host.
+"""Checks of gradients by their norms: read at once, or left on their device for now.
 
 Note [Launch before you read]
 -----------------------------
@@ -11,14 +11,91 @@ runs. Whoever asks for it earlier waits then. On a CPU there is nothing to gain.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from ..devices import can_pin, event_after, present_stream
-from .gradients import MAX_NAMED, NormCheck, by_size, nonfinite, norms_of, not_finite
+from .gradients import (
+    LARGE,
+    MAX_NAMED,
+    SMALL,
+    by_size,
+    nonfinite,
+    norm_of,
+    norms_of,
+    not_finite,
+    on_host,
+    run_on_one_thread,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NormCheck:
+    """The outcome of :func:`check_norms`."""
+
+    total: Tensor | None
+    """Unscaled total norm, float32, shape (); None where no norm could be taken."""
+    overflowed: tuple[int, ...]
+    """Indices of the first few gradients with non-finite elements; empty: all are finite."""
+    host_total: float = math.nan
+    """``total`` as a Python float."""
+    each: Tensor | None = None
+    """Unscaled norm of each gradient, float32, shape (n,), on the host; only with ``keep_each``."""
+
+
+@torch.no_grad()
+def check_norms(grads: Sequence[Tensor], inverse: float, keep_each: bool = False) -> NormCheck:
+    """Norm of the *unscaled* gradients and the non-finite check, from one read of scaled ones.
+
+    With a power-of-two scale the total equals, bit for bit, what
+    ``torch.nn.utils.clip_grad_norm_`` returns for gradients that were unscaled first. On a CPU
+    small gradients are read first and large ones one by one: an overflow in the backward reaches
+    the biases of every earlier layer, so that a skipped window costs little.
+
+    Args:
+        grads: uniform gradients (see :func:`is_uniform`), scaled.
+        inverse: the reciprocal of their scale.
+        keep_each: return the norm of each gradient, too.
+
+    Returns no ``total`` when an overflow was found, or when a norm leaves float32's range though
+    all elements are finite (then ``overflowed`` is empty). Synchronises once, then more often.
+    """
+    stacked, suspects = _norms_until_nonfinite(grads)
+    if stacked is not None:
+        unscaled = stacked * inverse
+        total = torch.linalg.vector_norm(unscaled)
+        each = on_host(unscaled, total) if keep_each else total.reshape(1)
+        value = float(each[-1])
+        if math.isfinite(value):
+            return NormCheck(total, (), value, each[:-1] if keep_each else None)
+        suspects = not_finite(stacked)
+    overflowed = islice((i for i in suspects if nonfinite(grads[i])), MAX_NAMED)
+    return NormCheck(None, tuple(overflowed))
+
+
+def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
+    """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
+    cpu = grads[0].device.type == "cpu"
+    sizes = list(map(Tensor.numel, grads))
+    if not cpu or max(sizes) < LARGE:
+        with run_on_one_thread(cpu and max(sizes) <= SMALL):
+            return torch.stack(list(norms_of(grads))), []
+    small = [i for i, size in enumerate(sizes) if size < LARGE]
+    found = norms_of([grads[i] for i in small]) if small else ()
+    stacked = torch.stack(list(found)) if small else None
+    if stacked is not None and not math.isfinite(float(stacked.sum())):
+        return None, [small[i] for i in not_finite(stacked)]
+    norms = dict(zip(small, found, strict=True))
+    for i, grad in enumerate(grads):
+        if i not in norms:
+            norms[i] = norm_of(grad, 2.0)
+            if not math.isfinite(float(norms[i])):
+                return None, [i]
+    return torch.stack([norms[i] for i in range(len(grads))]), []
 
 
 class SentCheck:
@@ -40,20 +117,13 @@ class SentCheck:
         """1 where the update moves the parameters, else 0. Shape ()."""
         self.total = total + lost
         """The norm; NaN where :attr:`found_inf` is 1. Shape ()."""
+        self.when_read: Callable[[SentCheck], None] = lambda sent: None
+        """Reads the outcome and writes it to the records that wait for it."""
         self._norms = norms
         sent = total.reshape(1) if each is None else torch.cat((each, total.reshape(1)))
         self._host = torch.empty(sent.shape, dtype=torch.float32, device="cpu", pin_memory=True)
         self._host.copy_(sent, non_blocking=True)
         self._event = event_after(sent.device)
-
-    def where_finite(self, factor: Tensor) -> Tensor:
-        """``factor``, computed from :attr:`total`; 1 where :attr:`found_inf` is 1."""
-        return torch.nan_to_num(factor, nan=1.0)
-
-    @property
-    def shown(self) -> Tensor:
-        """The norm for a caller: inf where :attr:`found_inf` is 1. Shape ()."""
-        return torch.nan_to_num(self.total, nan=torch.inf)
 
     @property
     def is_finite(self) -> bool:

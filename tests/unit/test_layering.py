@@ -48,16 +48,16 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_648,
-    "optimizer_step": 5_338,
-    "async_optimizer": 1_899,
-    "integrations": 1_392,
-    "overflow": 3_088,
-    "telemetry": 1_553,
-    "report": 918,
-    "launch": 470,
-    "selftest": 849,
-    "": 1_068,
+    "scaling": 2_553,
+    "optimizer_step": 4_618,
+    "async_optimizer": 1_633,
+    "integrations": 1_325,
+    "overflow": 2_794,
+    "telemetry": 1_449,
+    "report": 840,
+    "launch": 457,
+    "selftest": 786,
+    "": 1_045,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules."""
 
@@ -65,7 +65,7 @@ AIR = 1.05
 """A folder may be 5 per cent above its row, so that a first contribution has room. Who needs more
 makes the folder smaller, or takes the lines from another row; the sum of the rows stays."""
 
-MAX_SUM = 19_223
+MAX_SUM = 17_500
 """The aim is 15,000."""
 
 

@@ -32,6 +32,9 @@ KINDS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
     "plain sgd": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
     "unfused": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "rate on the device": lambda params: torch.optim.AdamW(
+        params, lr=torch.tensor(0.01, device=DEVICE), fused=True
+    ),
 }
 
 
@@ -268,6 +271,18 @@ def test_a_late_outcome_changes_no_number(
     monkeypatch.setattr(overflow_check, "can_send", lambda device: False)
     expected = run(Training(kind, dtype, scaled), before, between)
     assert str(found) == str(expected)  # NaN is equal to itself
+
+
+@pytest.mark.parametrize("before", [nothing, overflow])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_late_outcome_of_what_the_optimizers_own_step_does_changes_no_number(
+    before: Callable[[Training], None], scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our calls of the kernel take no such rate."""
+    found = run(Training("rate on the device", FULL, scaled), before, nothing)
+    monkeypatch.setattr(overflow_check, "can_send", lambda device: False)
+    expected = run(Training("rate on the device", FULL, scaled), before, nothing)
+    assert str(found) == str(expected)
 
 
 @pytest.mark.parametrize("before", BEFORE)

@@ -163,6 +163,27 @@ def test_a_backward_adds_to_what_the_step_has_read(when: str, scaled: bool) -> N
         assert run(True) == run(False)
 
 
+def test_an_accelerators_backward_adds_to_what_the_step_has_read() -> None:
+    """Where nothing is scaled, too, and the graphs are from before the step."""
+
+    def run(is_ours: bool) -> tuple[list[float], list[float]]:
+        p = nn.Parameter(torch.ones(3))
+        optimizer: Any = torch.optim.SGD([p], lr=LR, momentum=0.5)
+        accelerator: Any = Accelerator(cpu=True, mixed_precision="no")
+        if is_ours:
+            optimizer = attach(accelerator, step_mode="overlap").prepare(optimizer)
+        for loss in [(p + torch.arange(3.0)).sum() * 3.0 for _ in range(3)]:
+            accelerator.backward(loss)
+            optimizer.step()
+        detach(accelerator)
+        assert p.grad is not None
+        return p.tolist(), p.grad.tolist()
+
+    with lazy():
+        found = run(True)
+    assert found == run(False)
+
+
 @pytest.mark.parametrize("how", ["step", "step, one has none", "submit"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gradients_in_a_buffer_of_the_scripts_may_be_overwritten_at_once(

@@ -245,3 +245,30 @@ def test_a_parameter_without_gradients_stops_no_direct_call() -> None:
         call_fused(twins.torchs, None, None)
         assert same(everything(twins.ours), everything(twins.torchs))
         assert twins.stepper.was_direct is (step not in (0, 4))  # where torch makes state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: AdamW(params, lr=0.1, fused=True),
+        lambda params: SGD(params, lr=0.1, momentum=0.9, fused=True),
+    ],
+)
+def test_f10_a_gradient_laid_out_unlike_its_parameter(make: Any) -> None:
+    """torch's kernels take no notice of strides."""
+    found = []
+    for is_ours in (True, False):
+        params = parameters()
+        optimizer = make(params)
+        stepper = InlineStepper(optimizer)
+        for step in range(3):
+            give_gradients(params, step)
+            if is_ours:
+                for p in params:
+                    if p.grad is not None and p.ndim == 2:
+                        p.grad = p.grad.t().contiguous().t()
+                stepper.step()
+            else:
+                optimizer.step()
+        found.append(everything(optimizer))
+    assert same(*found)

@@ -225,8 +225,16 @@ class AsyncStepper(ReplicaStepper):
             if self.mode == "overlap":
                 step.hold_parameters(self._await_part)
             self.worker.submit(step.task)
-        except BaseException as error:  # Ctrl-C: the next call tells of it
-            step.task.abandon(error)
+        except BaseException as error:  # Ctrl-C
+            if step.task.abandon(error):
+                self._note_versions()
+                self._leave(step)
+                logger.error(
+                    "%s: its update was not handed over (%s): no parameter has moved, its "
+                    "gradients are lost. Training goes on with new ones.",
+                    type(self.optimizer).__name__,
+                    type(error).__name__,
+                )
             raise
 
     def _await_part(self, step: InflightStep, part: int) -> int:

@@ -253,7 +253,11 @@ class ParameterHold:
     def __post_init__(self) -> None:
         self._ref = weakref.ref(self)
         wait_for_parameters(self.params)
-        _hold(self.params, self._ref)
+        try:
+            _hold(self.params, self._ref)
+        except BaseException:  # Ctrl-C, with some of them held
+            self.release()
+            raise
 
     def wait_for(self, p: Tensor) -> None:
         """Wait for ``p``, and restore the class of every parameter that is ready."""

@@ -91,12 +91,16 @@ class Task:
                 self._changed.notify_all()
             self.spent.clear()
 
-    def abandon(self, error: BaseException) -> None:
-        """Fail with ``error`` unless it runs already."""
+    def abandon(self, error: BaseException) -> bool:
+        """Fail with ``error``, which is raised where it was to be submitted. False: it runs
+        already."""
         with self._changed:
-            if self._run is not None:
-                self._run, self.error, self.finished = None, error, True
-                self._changed.notify_all()
+            if self._run is None:
+                return False
+            self._run, self.error, self.finished = None, error, True
+            self.timing.finished = self.is_known = True
+            self._changed.notify_all()
+            return True
 
     def wait(self, parts: int | None = None, limit_s: float = WAIT_LIMIT_S) -> bool:
         """Block until the first ``parts`` (default: all) are done; False if the task failed first.

@@ -92,8 +92,7 @@ class ParameterPair(Placed):
     def refresh(self) -> None:
         """Copy the parameter to its master, whose elements stay where they round to it."""
         if self.is_master:
-            now, master = self.target.to(self.stepped.device), self.stepped
-            master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
+            take_edits(self.stepped, self.target.to(self.stepped.device))
 
     def publish(self) -> None:
         """Write the master to the model, rounded to its dtype. Call without autograd."""
@@ -160,6 +159,13 @@ def make_pairs(
 def goes_to_master(pair: ParameterPair, grad: Tensor) -> bool:
     """Whether ``grad``, float16 or bfloat16, is unscaled on its way to a master, in float32."""
     return pair.is_master and grad.dtype in LOW_PRECISION
+
+
+@torch.no_grad()
+def take_edits(master: Tensor, now: Tensor) -> None:
+    """Copy ``now``, a parameter on the master's device, to ``master``, whose elements stay where
+    they round to it."""
+    master.copy_(torch.where(master.to(now.dtype) == now, master, now.float()))
 
 
 def is_ours(pair: ParameterPair) -> bool:

@@ -30,7 +30,7 @@ from .arena import ALIGNED, flat, is_dense, laid_out, place_of
 from .blocks import DEVICE_BLOCK, rule_of
 from .host_memory import HostArena, WaitingState
 from .looks import Looks
-from .masters import MASTER, MasterRule, ParameterPair
+from .masters import MASTER, MasterRule, ParameterPair, take_edits
 from .replica import Part, Replica, exact
 from .ring import COUNT, Ring
 
@@ -334,6 +334,9 @@ class OffloadedReplica(Replica):
             nn.Parameter(part.view(views[MASTER], p) if p.is_master else part.cut(p.target))
             for p in pairs
         ]
+        for pair, p in zip(pairs, params, strict=True):
+            if pair.is_master and id(pair.param) in self._edited:  # here, not on the host's cores
+                take_edits(p, part.cut(pair.target))
         given = [self._state_in(part, pair, views) for pair in pairs]
         filled = zip(params, given, strict=True)
         state = defaultdict(dict, {p: dict(entry) for p, entry in filled if entry})

@@ -315,6 +315,7 @@ class Replica:
                 self.rest()
             for pair in pairs:
                 pair.refresh()
+            self._spot_check.note(pairs)
 
     # What only state in host memory needs.
 

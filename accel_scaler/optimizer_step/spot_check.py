@@ -7,7 +7,7 @@ not. An unedited parameter is, bit for bit, its rounded master.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -47,14 +47,14 @@ class SpotCheck:
 
     @torch.no_grad()
     def find(self) -> list[ParameterPair]:
-        """Pairs whose parameter is not its rounded master, or, in host memory, may not be. Waits
-        for the device."""
+        """Pairs whose parameter is not its rounded master; of those in host memory the samples
+        alone are compared. Waits for the device."""
         found = {id(pair) for samples in self._samples for pair in samples.find()}
         edited = [
             pair
             for pair in (self._pairs if found or self._edited else ())
             if id(pair) in found
-            or (id(pair.param) in self._edited and (pair.is_offloaded or pair.is_edited))
+            or (id(pair.param) in self._edited and not pair.is_offloaded and pair.is_edited)
         ]
         self._edited.update(id(pair.param) for pair in edited)
         return edited
@@ -74,10 +74,12 @@ class SpotCheck:
         return send_flag(torch.stack([sent.found_inf, *unlike]).amax())
 
     @torch.no_grad()
-    def note(self) -> None:
-        """All parameters are their rounded masters: a step has just ended."""
+    def note(self, pairs: Iterable[ParameterPair] | None = None) -> None:
+        """The parameters of ``pairs`` are their rounded masters; None: of all, as a step has just
+        ended."""
+        chosen = None if pairs is None else set(map(id, pairs))
         for samples in self._samples:
-            samples.note()
+            samples.note(chosen)
 
 
 class _Samples:
@@ -95,9 +97,16 @@ class _Samples:
         self._targets = [_sample(pair.target).view(torch.int16) for pair in pairs]
         self.note()
 
-    def note(self) -> None:
-        if self._pairs[0].is_offloaded:
+    def note(self, chosen: set[int] | None = None) -> None:
+        if not self._pairs[0].is_offloaded:
+            return
+        if chosen is None or self._after_step is None:
             self._after_step = torch.cat(self._targets)
+            return
+        parts = torch.split(self._after_step, list(map(len, self._targets)))
+        for pair, part, target in zip(self._pairs, parts, self._targets, strict=True):
+            if id(pair) in chosen:
+                part.copy_(target)
 
     def both(self) -> tuple[Tensor, Tensor]:
         """The masters' samples, rounded, and the parameters', as integers."""

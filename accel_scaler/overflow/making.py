@@ -80,8 +80,9 @@ class GradientMaker:
         window = self.scaler.window
         if window.closed:
             return
-        every = max(self.scaler.get_growth_interval() // LOOKS, 1)
-        looks = self.looks_ahead and window.index % every == 0 and not has_ranks()
+        looks = self.looks_ahead and not has_ranks()
+        if looks:  # a scaler that is disabled has no interval
+            looks = window.index % max(self.scaler.get_growth_interval() // LOOKS, 1) == 0
         for optimizer in self.scaler.managed:
             record, params = window.known(optimizer), parameters_of(optimizer)
             if record is None or record.stage is OptState.READY:
@@ -95,6 +96,8 @@ class GradientMaker:
 
     def has_room(self) -> bool:
         """Whether a growth of the scale is worth trying. Synchronises."""
+        if not self.looks_ahead:
+            return True
         if self._growth[0] is not self.scaler.window:  # else another optimizer has stepped in it
             seen, self._seen = self._seen, []
             grown = self.scaler.window_scale * self.scaler.get_growth_factor()

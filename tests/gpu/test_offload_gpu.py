@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_scaler import AsyncOptimizer, GradScaler, StepError, UnsupportedError, attach, detach
 from accel_scaler.optimizer_step import offloaded
+from accel_scaler.optimizer_step.masters import ParameterPair
 from accel_scaler.optimizer_step.ring import Ring
 from accel_scaler.selftest import sizes
 
@@ -363,6 +364,46 @@ def test_a_script_does_the_same_with_and_without(
     # torch's fused kernel takes no notice of strides.
     make = adamw if play is lays_gradients_out_otherwise else fused_adamw
     assert_equal_runs(play, make, AUTO, dtype=dtype, scaled=dtype is torch.float16)
+
+
+def edits_a_few(run: Run) -> None:
+    """After one edit that is found, of few elements, which no sample tells."""
+    weight = run.net.embedding.weight
+    weight.data = weight.data.repeat(4, 1)  # more elements than are compared one by one
+    for step in range(STEPS):
+        run.backward(step)
+        if step == 2:
+            weight.data.mul_(0.5)
+        if step > 4:
+            weight.data[1, :2].add_(0.25)
+        run.finish()
+
+
+def test_masters_take_few_elements_of_a_tensor_that_was_edited_before() -> None:
+    assert_equal_runs(edits_a_few, fused_adamw, AUTO, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_one_edit_does_not_keep_the_host_busy(
+    counted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, refreshed = Run(dtype=torch.bfloat16, **AUTO), 0
+
+    def refresh(pair: ParameterPair) -> None:
+        nonlocal refreshed
+        refreshed += 1
+        original(pair)
+
+    original = ParameterPair.refresh
+    monkeypatch.setattr(ParameterPair, "refresh", refresh)
+    run.step(0)
+    weight = run.net.head.weight
+    with torch.no_grad():
+        (weight if counted else weight.data).mul_(0.5)
+    for step in range(1, 4):
+        run.step(step)
+    assert refreshed == 1
+    assert ("torch counts no version" in caplog.text) is not counted
 
 
 @pytest.mark.parametrize("there_and_back", [(AUTO, {}), ({}, AUTO)], ids=["from", "to"])

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import TorchDynamoPlugin
+from accelerate import Accelerator
+from accelerate.utils import GradScalerKwargs, TorchDynamoPlugin
 from async_support import assert_same
 from support import Loud
 from telemetry_runs import attached, sgd
 from torch import Tensor, nn
+
+from accel_scaler import attach
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -307,3 +310,16 @@ def test_a_model_that_the_loop_compiled_is_not_said_to_be_past_cure(
     assert [r.skipped for r in records] == [True] * 4
     assert "running the step again" in caplog.text
     assert "heal: no module" not in caplog.text
+
+
+def test_a_scaler_that_is_disabled_has_no_rule_of_growth() -> None:
+    """As Accelerate makes it of ``torch.cuda`` on other devices."""
+    handlers = [GradScalerKwargs(enabled=False)]
+    accelerator = attach(
+        Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=handlers), heal=True
+    )
+    net = nn.Linear(4, 4)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters()))
+    accelerator.backward(net(torch.randn(3, 4)).float().mean())
+    optimizer.step()
+    assert not optimizer.step_was_skipped

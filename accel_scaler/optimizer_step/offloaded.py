@@ -193,6 +193,8 @@ class OffloadedReplica(Replica):
                 return value
             self.rest()
             return home.copy_(exact(key, value))
+        if pair.is_master:  # torch's load casts to the parameter's dtype
+            value = exact(key, value)
         is_read_there = key in SCALARS and self.optimizer.param_groups[pair.group].get("fused")
         return value.to(pair.target.device) if is_read_there else value
 

@@ -137,7 +137,7 @@ class OverflowExplainer(Observer):
         self.meeting.meet([optimizer], window)
         if not self._is_explained(window):
             self._find(window)
-        if self.recording is not None:
+        if self.recording is not None and self.maker is not None:  # looking changes nothing
             self.recording.restore_statistics()
         before, first = window.before, window.first_scale
         if window.found_inf and window.retries and before is not None and first is not None:

@@ -423,6 +423,22 @@ def test_a_checkpoint_goes_from_one_to_the_other(dtype: torch.dtype, there_and_b
     assert equal(second.state(), whole.state())
 
 
+def test_numbers_that_torch_has_cast_to_the_parameters_dtype_are_float32_again() -> None:
+    """As in a checkpoint of the torch optimizer, which casts all but the steps."""
+
+    def goes_on(run: Run) -> None:
+        run.step(0)
+        saved = run.optimizer.state_dict()
+        for entry in saved["state"].values():
+            del entry["master"]
+            entry["mu_product"] = entry["mu_product"].bfloat16()
+        run.optimizer.load_state_dict(saved)
+        for step in range(1, STEPS):
+            run.step(step)
+
+    assert_equal_runs(goes_on, nadam, AUTO, dtype=torch.bfloat16)
+
+
 def test_a_checkpoint_with_masters_of_float32_parameters_loads() -> None:
     """As offload wrote them while it stepped in host memory."""
     whole, first, second = Run(), Run(), Run(**AUTO)

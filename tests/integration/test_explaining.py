@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,22 @@ def test_a_window_that_runs_again_puts_parameters_buffers_and_random_state_back(
     again, found = train(kind, accumulation, find_overflow="replay", step_mode=mode)
     assert_same(again, plain)
     assert found == [{1: "last", 5: "last", 7: "last"}.get(n) for n in range(len(OVERFLOWS))]
+
+
+def test_statistics_that_a_batch_made_nan_stay_so_where_nothing_is_made_again() -> None:
+    def statistics(find: str) -> Tensor:
+        torch.manual_seed(5)
+        plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        with attached(None, init_scale=64.0, find_overflow=find) as accelerator:
+            model, optimizer = accelerator.prepare(plain, sgd(plain.parameters()))
+            accelerator.backward(model(torch.full((4, 8), math.inf)).float().mean())
+            optimizer.step()
+            assert optimizer.step_was_skipped
+        found: Tensor = plain[1].running_mean
+        return found
+
+    assert statistics("replay").isnan().all()
+    assert statistics("off").isnan().all()
 
 
 def test_a_record_is_the_same_when_its_window_runs_again(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class Record:
     skipped: bool
     """The window overflowed or was a spike, so at least one optimizer was not stepped."""
     grad_norm: float | None
-    """Total gradient norm, unscaled, before clipping; None where no norm was taken."""
+    """Total gradient norm, unscaled, before clipping; None where no norm was taken. With
+    ``sharded=True`` it is that of this rank's part."""
     overflowed: tuple[str, ...] = ()
     """Names of the first few tensors with non-finite gradients."""
     found_inf: bool = False

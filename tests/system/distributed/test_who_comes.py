@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from two_ranks import prepared_shards, weights
 from versions import before_torch
 
-from accel_scaler import ConfigError, UnsupportedError, attach, detach
+from accel_scaler import ConfigError, OrderError, UnsupportedError, attach, detach
 
 LIMIT_S = 30
 SCALE = 256.0
@@ -375,5 +375,27 @@ def test_ranks_that_agree_at_each_step_may_not_run_out_of_inputs(tmp_path: Path)
                 loop.step(loop.optimizer)
         assert all(map(torch.equal, before, loop.model.parameters()))
         loop.finish()
+
+    on_two_ranks(body, tmp_path, LIMIT_S)
+
+
+def test_gradients_that_are_zero_on_one_rank_alone_are_not_dropped(tmp_path: Path) -> None:
+    """A backward after a look at the norm is refused by both ranks; none of them waits in a check
+    that the other one does not come to."""
+
+    def body() -> None:
+        accelerator: Any = attach(Accelerator(mixed_precision="fp16"), sharded=True)
+        part = nn.Parameter(torch.ones(4))
+        optimizer: Any = accelerator.prepare(torch.optim.SGD([part], lr=0.5))
+        accelerator.backward((part * dist.get_rank()).sum())
+        accelerator.unscale_gradients()
+        accelerator.backward(part.sum())
+        with pytest.raises(OrderError, match="unscaled or clipped before the last micro-batch"):
+            optimizer.step()
+        optimizer.zero_grad()
+        accelerator.backward(part.sum())
+        optimizer.step()
+        assert torch.equal(part.detach(), torch.full((4,), 0.5))
+        detach(accelerator)
 
     on_two_ranks(body, tmp_path, LIMIT_S)

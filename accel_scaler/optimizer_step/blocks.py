@@ -202,11 +202,6 @@ class Run:
         """Whether ``group`` still asks for the same kernel with the same keys of state."""
         return (self._rule.takes(group), self._rule.keys(group)) == (self._takes, self._keys)
 
-    @property
-    def has_state(self) -> bool:
-        """Whether no state is made in the next step."""
-        return all(self._arena.fits[self._slots])
-
     def takes(
         self,
         grads: Sequence[Tensor | None],

@@ -192,8 +192,6 @@ class InlineStepper(Stepper):
         runs = list(zip(self._runs, grads, strict=True))
         if not all(run.takes(mine, True, gathered) for run, mine in runs):
             return False
-        if sent is not None and not all(run.has_state for run in self._runs):
-            return False
         for run, mine in runs:
             group = groups[run.pairs[0].group]
             run.step(type(optimizer), group, mine, DeferredUnscale(), whole=True, sent=sent)

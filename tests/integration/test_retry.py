@@ -590,14 +590,19 @@ def test_a_window_that_cannot_be_made_again_is_an_ordinary_skip_told_once(
     assert why in caplog.text or (has_joined and between is by_hand)
 
 
+def after_one_backward(accelerator: Any, nets: Sequence[nn.Module], values: Any) -> list[Any]:
+    """An optimizer for each net, after a backward of them all; each net has its value as input."""
+    models = accelerator.prepare(*nets)
+    optimizers = accelerator.prepare(*(sgd(net.parameters()) for net in nets))
+    losses = [model(torch.full((4,), x)) for model, x in zip(models, values, strict=True)]
+    accelerator.backward(sum(losses))
+    return list(optimizers)
+
+
 def test_a_second_run_that_fails_skips_every_optimizer_of_it() -> None:
+    nets = Once(), Plain()
     with attached(None, on_overflow="retry", init_scale=2.0**15) as accelerator:
-        nets = Once(), Plain()
-        models = accelerator.prepare(*nets)
-        optimizers = accelerator.prepare(*(sgd(net.parameters()) for net in nets))
-        losses = [model(torch.full((4,), x)) for model, x in zip(models, (64.0, 0.5), strict=True)]
-        accelerator.backward(sum(losses))
-        for optimizer in optimizers:
+        for optimizer in after_one_backward(accelerator, nets, (64.0, 0.5)):
             optimizer.step()
             assert optimizer.step_was_skipped
         assert accelerator.scaler.get_scale() == 2.0**14
@@ -710,12 +715,9 @@ def test_two_optimizers_in_one_window(second: bool, clip: float | None) -> None:
 
 
 def test_an_overflow_that_is_met_after_another_optimizer_has_stepped_is_a_skip() -> None:
+    nets = Plain(), Plain()
     with attached(None, on_overflow="retry", init_scale=2.0**15) as accelerator:
-        nets = Plain(), Plain()
-        models = accelerator.prepare(*nets)
-        optimizers = accelerator.prepare(*(sgd(net.parameters()) for net in nets))
-        losses = [model(torch.full((4,), x)) for model, x in zip(models, (0.5, 64.0), strict=True)]
-        accelerator.backward(sum(losses))
+        optimizers = after_one_backward(accelerator, nets, (0.5, 64.0))
         for optimizer in optimizers:
             optimizer.step()
         assert [each.step_was_skipped for each in optimizers] == [False, True]

@@ -310,9 +310,10 @@ class Replica:
 
     def refresh(self, pairs: Sequence[ParameterPair]) -> None:
         """Let the masters of edited parameters take their values."""
+        if not pairs:  # nearly always
+            return
         with self.lock:
-            if pairs:
-                self.rest()
+            self.rest()
             for pair in pairs:
                 pair.refresh()
             self._spot_check.note(pairs)

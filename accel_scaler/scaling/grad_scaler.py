@@ -21,6 +21,7 @@ from ..devices import present_type
 from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from ..models import untraced
 from .gradients import (
+    first_nonfinite,
     gradients_of,
     has_nonfinite_gradient,
     leaves_of,
@@ -543,7 +544,7 @@ class GradScaler(torch.amp.GradScaler):
                 window.scale = None if self._live is None else self._live.clone()
                 window.before = self.read_state()
             # Other optimizers may have been unscaled or stepped by hand.
-            window.found_inf |= found_inf or any(r.found_inf for r in window.states.values())
+            window.found_inf |= found_inf or any(r.found_inf for r in list(window.states.values()))
             window.is_spike |= is_spike
             before = window.before
             if window.is_spike and not window.found_inf:
@@ -597,10 +598,15 @@ class GradScaler(torch.amp.GradScaler):
         scaled: list[Optimizer] = []
         for optimizer in self.managed if self._enabled else ():
             record, params = left.record(optimizer), parameters_of(optimizer)
-            if record.stage is OptState.STEPPED or not gradients_of(params):
+            is_stepped = record.stage is OptState.STEPPED
+            # What it was skipped for is skipped again in the next window, if it is still there.
+            if is_stepped and not (record.found_inf and not first_nonfinite(optimizer)):
+                continue
+            if not gradients_of(params):
                 continue
             mixed = Snapshot(left.unscaled_among(params))  # by another optimizer, too
-            if record.stage is OptState.READY and not record.carried_over and mixed.is_zero:
+            is_scaled = record.stage is not OptState.UNSCALED and mixed.is_zero
+            if is_scaled and not record.carried_over:
                 scaled.append(optimizer)
                 self.window.record(optimizer).carried_over = ""
             else:

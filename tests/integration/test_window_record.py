@@ -535,3 +535,37 @@ def test_scaled_gradients_of_masters_are_not_stepped_by_torchs_own_optimizer() -
     optimizer.step()
     assert model.moved == 1.0
     detach(accelerator)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_gradients_of_a_skipped_step_that_are_kept_have_one_scale(norm_type: float) -> None:
+    """Of two optimizers the first overflows, the second one's gradients are finite and stay."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    accelerator = attached(init_scale=1024.0)
+    first, second = accelerator.prepare(
+        *(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in net)
+    )
+
+    def backward() -> None:
+        with accelerator.autocast():
+            loss = net(torch.ones(5, 3)).float().square().mean()
+        accelerator.backward(loss)
+
+    backward()
+    assert net[0].weight.grad is not None
+    assert net[1].bias.grad is not None
+    expected = 2 * net[1].bias.grad / 1024.0
+    net[0].weight.grad[0, 0] = float("nan")
+    accelerator.clip_grad_norm_(net.parameters(), 0.5, norm_type)
+    for optimizer in (first, second):
+        optimizer.step()
+        assert optimizer.step_was_skipped
+    backward()
+    if norm_type == 1.0:  # unscaled by the check
+        with pytest.raises(OrderError, match="sat out the step before"):
+            accelerator.clip_grad_norm_(net[1].parameters(), 1e9)
+    else:
+        accelerator.clip_grad_norm_(net[1].parameters(), 1e9)
+        assert torch.equal(net[1].bias.grad, expected)
+    accelerator.scaler.abandon_window()
+    detach(accelerator)

@@ -209,7 +209,7 @@ class Clipping:
         for mine, deferred in held:
             found |= zip(map(id, mine), _norms(mine, norm_type, deferred), strict=True)
         # In the order given, as torch adds them up.
-        norms = [found[id(p)] for p in parameters if p.grad is not None]
+        norms = [found[id(p)] for p in parameters if id(p) in found]
         total = norm_of(torch.stack(norms), norm_type)
         coefficient = clip_coefficient(total, max_norm)
         for mine, deferred in held if max_norm != inf else ():

@@ -436,11 +436,16 @@ class Replica:
             for number, places in groups.items()
         ]
         try:
-            for p, grad in zip(params, grads, strict=True):
-                if grad is not None and grad.dtype is not p.dtype:
-                    p.grad_dtype = grad.dtype
-                p.grad = grad
-            self.call_step(params)
+            # Apart: torch's fused SGD takes no momentum beside parameters that have none yet.
+            new = {
+                p for p in params if any(v is None for v in (state.get(p) or {"": None}).values())
+            }
+            for some in filter(None, (new, {*params} - new)):
+                for p, grad in zip(params, grads, strict=True):
+                    if grad is not None and grad.dtype is not p.dtype:
+                        p.grad_dtype = grad.dtype
+                    p.grad = grad if p in some else None
+                self.call_step(params)
         finally:
             copy.param_groups, copy.state = whole, states
             for p in params:

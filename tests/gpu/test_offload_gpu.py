@@ -216,7 +216,7 @@ def test_another_thread_may_save_at_any_moment(dtype: torch.dtype) -> None:
     assert_equal_runs(play, fused_adamw, AUTO, dtype=dtype)
 
 
-@pytest.mark.parametrize("make", [rmsprop, fused_adamw])
+@pytest.mark.parametrize("make", [fused_sgd, rmsprop, fused_adamw])
 @pytest.mark.parametrize("settings", [AUTO, RING, KEPT])
 def test_a_parameter_whose_first_gradient_comes_late(make: Any, settings: dict[str, Any]) -> None:
     """Its neighbours in a stretch have state by then."""

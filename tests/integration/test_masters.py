@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from async_support import one_part_each
 from attached import cpu
 from references import loss_of, network
@@ -177,3 +178,38 @@ def test_masters_are_saved_also_where_the_optimizer_has_no_state(mode: Any) -> N
         assert same(go(*loaded(half), range(20, 40)), whole)
     assert len(whole[1]["state"]) == 4
     assert not same(dict(whole[0]), dict(network(torch.float16).state_dict()))
+
+
+def test_a_clip_leaves_out_parameters_that_no_optimizer_has() -> None:
+    """Where nothing is scaled they are no mistake: a head is trained, the rest is not frozen."""
+    found = []
+    for chosen in (lambda net: net.parameters(), lambda net: net[1].parameters()):
+        torch.manual_seed(0)
+        net: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
+        accelerator: Any = attach(Accelerator(cpu=True), master_weights="fp32")
+        optimizer = accelerator.prepare(torch.optim.SGD(net[1].parameters(), lr=0.5))
+        accelerator.backward(net(torch.ones(5, 3).bfloat16()).float().square().mean())
+        norm = accelerator.clip_grad_norm_(chosen(net), 0.01)
+        optimizer.step()
+        found.append([norm, *net.state_dict().values()])
+        detach(accelerator)
+    assert same(*found)
+
+
+def test_momentum_of_a_parameter_whose_first_gradient_comes_late() -> None:
+    """torch's fused SGD takes none beside parameters that have some."""
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 4).bfloat16()
+        accelerator = attach(Accelerator(cpu=True), master_weights="fp32")
+        inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        optimizer = accelerator.prepare(inner)
+        for step in range(4):
+            accelerator.backward(net(torch.ones(2, 3).bfloat16()).float().square().sum())
+            net.bias.grad = net.bias.grad if step > 1 else None
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(list(net.state_dict().values()))
+        detach(accelerator)
+    assert all(torch.allclose(*each, rtol=0.01) for each in zip(*found, strict=True))

@@ -154,7 +154,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
                 "with another scale. Call step() without one, or train without fp16."
             )
         attachment.boundary.name_mistake(self.dropped.step(self.stepped_optimizer))
-        self.follow_parameters()
+        known = attachment.scaler.window.known(self.stepped_optimizer)
+        if known is None or known.gathered is None:  # else they were followed before a clip
+            self.follow_parameters()
         if (stepper := self._stepper) is not None:
             for model in attachment.models:
                 stepper.watch(model)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import compress
-from operator import is_
 from typing import Any
 from weakref import ref as ref_of
 
 import torch
 from torch import Tensor, nn
+
+from ..scaling import are_same
 
 ALIGNED = 16
 """Elements: each parameter begins at a multiple of 64 bytes."""
@@ -122,8 +123,11 @@ class Held:
     def __init__(
         self, owners: Sequence[Any], values: Sequence[Any], placed: Iterable[bool] = ()
     ) -> None:
-        self._owners, self._types = owners, list(map(type, values))
-        self._refs = [ref_of(v) if isinstance(v, Tensor) else partial(_itself, v) for v in values]
+        self._owners, self._gone = owners, list[object]()
+        self._refs = [
+            ref_of(v, self._gone.append) if isinstance(v, Tensor) else partial(_itself, v)
+            for v in values
+        ]
         self._placed = [
             is_placed and type(v) in (Tensor, nn.Parameter) and v.layout is torch.strided
             for v, is_placed in zip(values, placed, strict=False)
@@ -136,20 +140,15 @@ class Held:
     def is_current(self, owners: Sequence[Any], values: Sequence[Any]) -> bool:
         """Whether these are the same objects, and the ``placed`` ones at their addresses."""
         return (
-            are_same(owners, self._owners)
+            not self._gone
+            and are_same(owners, self._owners)
             and are_same(values, [ref() for ref in self._refs])
-            and list(map(type, values)) == self._types  # None is no tensor that is gone
             and self._places_of(values) == self._places
         )
 
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether they hold the same objects."""
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def length_of(t: Tensor) -> int:

@@ -223,19 +223,22 @@ class Run:
             is_uniform(known, LOW_PRECISION if arena.has_masters else FULL)
             and found[0].device == arena.device
             and (all(fits) or all(compress(fits, (grad is not None for grad in grads))))
-            and self._is_laid_out(grads, whole)
+            and (self._is_whole(grads, found) if whole else self._is_cut(grads))
         )
 
-    def _is_laid_out(self, grads: Sequence[Tensor | None], whole: bool = False) -> bool:
-        """Whether large gradients can be cut into pieces; ``whole``: whether all are laid out like
-        their parameters, which are as they were (``.data`` may be assigned)."""
-        params, strides = self.params, self._strides
-        if not whole:
-            return all((g := grads[i]) is None or g.stride() == strides[i] for i in self._large)
-        given = [p if g is None else g for p, g in zip(params, grads, strict=True)]
-        if self._is_contiguous and all(map(Tensor.is_contiguous, chain(params, given))):
+    def _is_cut(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether large gradients can be cut into pieces as their parameters."""
+        strides = self._strides
+        return all((g := grads[i]) is None or g.stride() == strides[i] for i in self._large)
+
+    def _is_whole(self, grads: Sequence[Tensor | None], found: Sequence[Tensor]) -> bool:
+        """Whether all gradients, ``found`` among ``grads``, are laid out like their parameters,
+        which are as they were (``.data`` may be assigned)."""
+        if self._is_contiguous and all(map(Tensor.is_contiguous, chain(self.params, found))):
             return True  # at half the cost
-        return all(list(map(Tensor.stride, tensors)) == strides for tensors in (params, given))
+        given = [p if g is None else g for p, g in zip(self.params, grads, strict=True)]
+        both = self.params, given
+        return all(list(map(Tensor.stride, tensors)) == self._strides for tensors in both)
 
     def step(
         self,
@@ -263,7 +266,9 @@ class Run:
                 arena.counts[slots].add_(1 if sent is None else sent.moves)
             for block in self._blocks_of(a, b, whole):
                 if whole:
-                    final = cast("list[Tensor]", [grads[i] for i in block.places])
+                    is_all = len(block.places) == len(grads)
+                    given = grads if is_all else [grads[i] for i in block.places]
+                    final = cast("list[Tensor]", given)
                 else:
                     final = self._gather(block, grads, deferred)
                 with run_on_one_thread(block.is_small):
@@ -388,6 +393,9 @@ def neighbours(pairs: Sequence[Placed], places: Sequence[int]) -> Iterator[list[
 def _stretches(left_out: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Begin and end of each stretch of places, none of them left out."""
     end = 0
+    if not any(left_out):  # nearly always
+        yield end, len(left_out)
+        return
     for is_left_out, some in groupby(left_out):
         begin, end = end, end + len(list(some))
         if not is_left_out:

@@ -16,6 +16,7 @@ from ..scaling import (
     GradNorm,
     NormCheck,
     SentCheck,
+    are_same,
     by_mesh,
     clip_coefficient,
     gradients_of,
@@ -25,7 +26,6 @@ from ..scaling import (
     parameters_of,
     total_norm,
 )
-from .arena import are_same
 from .overflow_check import OverflowCheck, Parts
 from .stepper import stepper_of
 
@@ -227,9 +227,10 @@ class Clipping:
         if any(record.stage is not OptState.READY for _, _, record in parts):
             return False
         mine = [p for each, _, _ in parts for p in parameters_of(each)]
-        if not are_same(mine, parameters):
-            mine = [p for p in mine if p.grad is not None]
         given = set(map(id, parameters))
+        if are_same(mine, parameters):
+            return len(given) == len(mine)
+        mine = [p for p in mine if p.grad is not None]
         return len(given) == len(parameters) == len(mine) and given.issuperset(map(id, mine))
 
     def _clip_in_one_pass(self, parts: Parts, gathered: Gathered, max_norm: float) -> Tensor | None:

@@ -28,6 +28,7 @@ from ..scaling import (
     Snapshot,
     Window,
     add_norms,
+    are_same,
     can_send,
     check_norms,
     find_nonfinite,
@@ -43,7 +44,6 @@ from ..scaling import (
     send_norms,
     total_norm,
 )
-from .arena import are_same
 from .observer import Observer, Rerun
 from .stepper import stepper_of
 

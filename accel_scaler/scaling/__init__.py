@@ -35,6 +35,7 @@ from .gradients import (
     MAX_NAMED as MAX_NAMED,
     SMALL as SMALL,
     Gathered as Gathered,
+    are_same as are_same,
     by_mesh as by_mesh,
     clip_coefficient as clip_coefficient,
     find_nonfinite as find_nonfinite,

@@ -80,13 +80,14 @@ def check_norms(grads: Sequence[Tensor], inverse: float, keep_each: bool = False
 def _norms_until_nonfinite(grads: Sequence[Tensor]) -> tuple[Tensor | None, list[int]]:
     """The norm of each, shape (n,); or None and the indices of the first that are not finite."""
     cpu = grads[0].device.type == "cpu"
-    sizes = list(map(Tensor.numel, grads))
-    if not cpu or max(sizes) < LARGE:
-        with run_on_one_thread(cpu and max(sizes) <= SMALL):
-            return torch.stack(list(norms_of(grads))), []
+    sizes = list(map(Tensor.numel, grads)) if cpu else [0]
+    largest = max(sizes)
+    if largest < LARGE:
+        with run_on_one_thread(cpu and largest <= SMALL):
+            return torch.stack(norms_of(grads)), []
     small = [i for i, size in enumerate(sizes) if size < LARGE]
     found = norms_of([grads[i] for i in small]) if small else ()
-    stacked = torch.stack(list(found)) if small else None
+    stacked = torch.stack(found) if small else None
     if stacked is not None and not math.isfinite(float(stacked.sum())):
         return None, [small[i] for i in not_finite(stacked)]
     norms = dict(zip(small, found, strict=True))
@@ -170,7 +171,7 @@ def send_norms(grads: Sequence[Tensor], inverse: float, keep_each: bool = False)
         inverse: the reciprocal of their scale.
         keep_each: send the norm of each gradient, too.
     """
-    norms = torch.stack(list(norms_of(grads)))
+    norms = torch.stack(norms_of(grads))
     unscaled = norms if inverse == 1.0 else norms * inverse
     total = torch.linalg.vector_norm(unscaled)
     return SentCheck(total, norms, unscaled if keep_each else None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -73,9 +73,14 @@ class Gathered:
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self.grads))
 
-    def holds(self, grads: Iterable[Tensor | None]) -> bool:
+    def holds(self, grads: Sequence[Tensor]) -> bool:
         """Whether all of ``grads`` are among these."""
-        return self._ids.issuperset(map(id, grads))
+        return are_same(grads, self.grads) or self._ids.issuperset(map(id, grads))
+
+
+def are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether they hold the same objects."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def first_version(optimizer: Optimizer) -> int | None:
@@ -117,7 +122,7 @@ def reciprocal(scale: float) -> float:
     return 1.0 / scale if scale >= SMALLEST_NORMAL else math.inf
 
 
-def norms_of(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+def norms_of(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch._foreach_norm(list(grads), 2, dtype=torch.float32)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -16,7 +16,7 @@ from typing import Any
 
 from ..console import plain, written
 from ..telemetry import Start, verdict
-from .charts import Chart, charts
+from .charts import Chart, charts, drawn
 from .reader import Run
 from .summary import TILES, find, key_numbers
 
@@ -25,22 +25,21 @@ WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
-    found = charts(run)
-    body = [_verdict(run), _tiles(run)]
-    others = [chart for chart in found if chart.name != "loss"]
-    body += [_charts(run, [chart for chart in found if chart.name == "loss"])]
+    places = drawn(run)
+    found = charts(run, places)
+    body = [_verdict(run), _tiles(run), _charts(each for each in found if each.name == "loss")]
     body += ["<h2>Findings</h2>", _findings(run)]
     if run.windows:
-        body += ["<h2>Charts</h2>", _charts(run, others), _modules(run)]
+        body += ["<h2>Charts</h2>", _charts(each for each in found if each.name != "loss")]
     rows = {each.name: each.value + f"; {each.more}" * bool(each.more) for each in key_numbers(run)}
-    body += ["<h2>In numbers</h2>", _table("", rows)]
+    body += ["<h2>In numbers</h2>", _table(rows)]
     body += ["<h2>Settings and versions</h2>", _settings(run)]
     style = _asset("uPlot.min.css") + "\n" + _asset("page.css")
     script = _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
     return Template(_asset("page.html")).substitute(
         title=escape(f"Optimizer steps: {run.label}"),
         body=plain("\n".join(body)),
-        data=page_data(run, found),
+        data=page_data(run, places, found),
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -48,13 +47,11 @@ def html_page(run: Run) -> str:
     )
 
 
-def page_data(run: Run, charts: Sequence[Chart]) -> str:
+def page_data(run: Run, places: Sequence[int], charts: Sequence[Chart]) -> str:
     """The script's data as JSON that stands safely inside a ``<script>``: ASCII, without ``<``,
     ``>`` and ``&``."""
-    x, ends = run.bins.x, run.bins.ends
     data = {
-        "x": [x[first] for first, _ in ends],
-        "last": [x[last] for _, last in ends],
+        "x": [run.x[place] for place in places],
         "sessions": [session.first_x for session in run.sessions],
         "charts": [asdict(chart) for chart in charts],
     }
@@ -102,40 +99,19 @@ def _findings(run: Run) -> str:
     return f'<ul class="findings">{"".join(rows)}</ul>'
 
 
-def _charts(run: Run, charts: Sequence[Chart]) -> str:
-    figures = []
-    for chart in charts:
-        caption = chart.caption
-        if any(line.low for line in chart.lines):
-            what = "last" if chart.name == "scale" else "mean"
-            caption += f" A point is the {what} of {run.bins.width} steps, the band their range."
-        figures.append(
-            f'<figure class="card" id="chart-{chart.name}"><h3>{chart.title}</h3>'
-            f'<div class="readout"></div><div class="plot" role="group" aria-label="{chart.title}">'
-            f"</div><figcaption>{caption}</figcaption></figure>"
-        )
+def _charts(charts: Iterable[Chart]) -> str:
+    figures = (
+        f'<figure class="card" id="chart-{chart.name}"><h3>{chart.title}</h3>'
+        f'<div class="readout"></div><div class="plot" role="group" aria-label="{chart.title}">'
+        f"</div><figcaption>{chart.caption}</figcaption></figure>"
+        for chart in charts
+    )
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _modules(run: Run) -> str:
-    """The modules with the largest norms, and the modules with the most overflows, and when."""
-    largest = run.modules.most(lambda module: module.largest)
-    norms = {name: f"{each.largest:.3g} ({run.place(each.largest_x)})" for name, each in largest}
-    most_bad = run.modules.most(lambda module: module.bad)
-    bad = {name: f"{each.bad:,} (first: {run.place(each.first_bad)})" for name, each in most_bad}
-    tables = [_table("largest gradient norm", norms)] * bool(norms)
-    tables += [_table("steps with inf or NaN", bad)] * bool(bad)
-    return "<h2>Modules</h2>" + _cards(tables) if tables else ""
-
-
-def _cards(tables: Sequence[str]) -> str:
-    cards = "".join(f'<div class="card">{table}</div>' for table in tables)
-    return f'<div class="tables">{cards}</div>'
-
-
-def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
+def _table(rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
     """A table of names and values, in which the names in ``marked`` stand out."""
-    lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"] if label else []
+    lines = []
     for name, value in rows.items():
         other = ' class="other"' if name in marked else ""
         lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>")
@@ -149,5 +125,6 @@ def _settings(run: Run) -> str:
     if "unix_time" in known:
         started = datetime.fromtimestamp(known.pop("unix_time"), timezone.utc)
         where["started"] = f"{started:%Y-%m-%d %H:%M} UTC"
-    tables = _table("", where | known), _table("", last.settings, last.changed)
-    return f'<p class="soft">Marked: not the default.</p>{_cards(tables)}'
+    tables = _table(where | known), _table(last.settings, last.changed)
+    cards = "".join(f'<div class="card">{table}</div>' for table in tables)
+    return f'<p class="soft">Marked: not the default.</p><div class="tables">{cards}</div>'

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from .diagnosis import LARGEST as LARGEST, Diagnosis as Diagnosis, headroom as headroom
 from .findings import (
     Finding as Finding,
-    as_set as as_set,
     diagnose as diagnose,
     ending as ending,
     verdict as verdict,

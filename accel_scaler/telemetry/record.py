@@ -181,14 +181,12 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) else value
 
 
-def _read_window(line: dict[str, Any], names: Names) -> Record:
-    values = {name: line[name] for name in (*DEFAULTS, "norms") if name in line}
+def _read_window(line: dict[str, Any]) -> Record:
+    values = {name: line[name] for name in DEFAULTS if name in line}
     values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items() if k != "first"}
     if (first := line.get("first")) is not None:
         first |= {each: _number(first[each]) for each in ("input", "output")}
-    if names and "norms" in values and len(values["norms"]) != len(names):
-        raise ValueError(f"{len(values['norms'])} norms of {len(names)} names")
-    return Record(index=line["step"], names=names, first=first, **values)
+    return Record(index=line["step"], first=first, **values)
 
 
 def _read_start(line: dict[str, Any]) -> Start:
@@ -200,10 +198,9 @@ def _read_start(line: dict[str, Any]) -> Start:
     return Start(version, facts, settings, changed)
 
 
-def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
-    """One line of a file; None for an unknown kind. ``names``: the content of the last names line,
-    or () where it was lost. Raises ``BrokenLineError`` for a line that is not JSON or does not
-    follow the format."""
+def decode(line: bytes) -> Start | Record | Noted | End | None:
+    """One line of a file, without norms of parameters; None for another kind. Raises
+    ``BrokenLineError`` for a line that is not JSON or does not follow the format."""
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text
@@ -213,11 +210,9 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
     try:
         match value["kind"]:
             case "window":
-                return _read_window(value, names)
+                return _read_window(value)
             case "start":
                 return _read_start(value)
-            case "names":
-                return tuple(value["names"])
             case "noted":
                 noted = {name: _number(number) for name, number in value["values"].items()}
                 return Noted(noted, value.get("mistake", ""))

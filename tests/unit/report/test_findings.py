@@ -11,7 +11,7 @@ import telemetry_files as t
 
 from accel_scaler.console import number, percent, written
 from accel_scaler.report.reader import Run, read_run
-from accel_scaler.report.summary import find, in_words, key_numbers, waiting
+from accel_scaler.report.summary import find, in_words, key_numbers
 from accel_scaler.telemetry import Finding, ending
 from accel_scaler.telemetry.findings import healed, loss, overflow, skips
 
@@ -22,7 +22,7 @@ def read(tmp_path: Path, lines: list[Any]) -> Run:
     return read_run(t.write(tmp_path / "run.jsonl", lines))
 
 
-RULES = (ending, healed, loss, overflow, skips, waiting)
+RULES = (ending, healed, loss, overflow, skips)
 
 
 def found(tmp_path: Path, lines: list[Any]) -> dict[str, Finding]:
@@ -98,19 +98,6 @@ def test_how_it_ended(tmp_path: Path) -> None:
     assert "ending" not in found(tmp_path, [*short, *lines])
     assert find(read(tmp_path, []))[0].title == "There were no steps."
     assert "there were no steps" in in_words(read(tmp_path, [t.start()]))
-
-
-@pytest.mark.parametrize(("waited", "is_told"), [(36_000, True), (12_000, False)])
-def test_waiting_in_overlap_is_told(waited: int, is_told: bool, tmp_path: Path) -> None:
-    lines = t.story(50, lambda *_: False)
-    lines[0] = t.start(settings={"step_mode": "overlap"})
-    times = {"optimizer_us": 40_000, "waited_us": waited}
-    lines = [line | times if line["kind"] == "window" else line for line in lines]
-    told = found(tmp_path, lines).get("waiting")
-    assert (told is not None) == is_told
-    if told is not None:
-        assert "10 % of the optimizer's time was hidden" in told.title
-        assert "waited 1.8 s" in told.title
 
 
 def test_a_file_of_an_older_release_is_read_without_its_retired_fields(tmp_path: Path) -> None:

@@ -28,9 +28,6 @@ NONE = ("", "none", "null", "~")
 LOOKS_AFTER = 6
 """Overflows in a row after which a run that asks for nothing is watched. The search for a scale
 ends before, in most sound runs."""
-SET_IN = "ACCELSCALER_SET_IN"
-"""The variable in which ``accel-scaler launch`` says how a run is set: ``flags``, or the path of a
-config file."""
 SWITCHES = dict.fromkeys(("true", "1", "yes", "on"), True)
 SWITCHES |= dict.fromkeys(("false", "0", "no", "off"), False)
 

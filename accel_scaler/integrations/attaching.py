@@ -82,8 +82,7 @@ def attach(
                 "first."
             )
         detach(accelerator)
-    in_code = base is not None or bool(fields)
-    Attachment(accelerator, *resolved(base, fields), in_code).install(accelerator)
+    Attachment(accelerator, *resolved(base, fields)).install(accelerator)
     accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
     return target
 

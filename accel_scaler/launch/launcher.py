@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..config import (
     ENV_PREFIX,
     FIELDS,
-    SET_IN,
     ScalerConfig,
     Source,
     environment,
@@ -39,7 +38,7 @@ from ..config import (
     refuse_retired,
     suggestion,
 )
-from ..config_file import PACKAGE, as_section, find_config, read_config, shipped_configs
+from ..config_file import PACKAGE, as_section, find_config, read_config
 from ..console import plain, say, written
 from ..devices import present_type
 from ..errors import ConfigError, UnsupportedError
@@ -115,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
             what += f"; mixed_precision={merged.mixed_precision!r}"
             what += ". What the script sets itself takes precedence."
             print(plain(f"accel-scaler: {what}"), file=sys.stderr, flush=True)
-        with _environment(config.to_env(sources), _set_in(sources), ours.no_attach):
+        with _environment(config.to_env(sources), ours.no_attach):
             return _run(args)
 
 
@@ -230,21 +229,15 @@ def _refuse_unsuitable(merged: Any) -> None:
             )
 
 
-def _set_in(sources: Mapping[str, str]) -> str:
-    """The place to change a setting of this launch: ``flags``, or a file outside the package."""
-    files = {*sources.values()} - shipped_configs().keys()
-    return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
-
-
 @contextmanager
-def _environment(settings: dict[str, str], set_in: str, is_off: bool) -> Iterator[None]:
+def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     """In the block the environment is the one for the ranks."""
     kept = {key: os.environ[key] for key in os.environ if not key.startswith(ENV_PREFIX)}
     entries = kept["PYTHONPATH"].split(os.pathsep) if kept.get("PYTHONPATH") else []
     entries = [entry for entry in entries if entry != STARTUP]  # a launched script may launch
     path = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     with clear_environment():
-        os.environ.update(kept | settings | {SET_IN: set_in, "PYTHONPATH": path})
+        os.environ.update(kept | settings | {"PYTHONPATH": path})
         yield
 
 

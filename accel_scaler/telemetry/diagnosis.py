@@ -236,11 +236,6 @@ class Diagnosis:
         return self.sessions[-1].start.settings
 
     @property
-    def set_in(self) -> str:
-        """Where the settings are from: ``code``, ``flags``, or the path of a config file."""
-        return str(self.sessions[-1].start.facts.get("set_in", "code"))
-
-    @property
     def floor(self) -> float:
         """``min_scale`` of the last session; 0 without one."""
         return self.settings.get("min_scale") or 0.0

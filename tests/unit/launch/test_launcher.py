@@ -19,7 +19,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from accel_scaler import AccelScalerError, ConfigError, ScalerConfig, cli
-from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS, SET_IN
+from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS
 from accel_scaler.console import written
 from accel_scaler.launch import launcher as launcher_module
 from accel_scaler.launch.launcher import STARTUP, main
@@ -104,13 +104,6 @@ def test_every_field_travels_from_each_source_to_the_ranks(
     assert main([*argv, "train.py"]) == 0
     assert ScalerConfig.from_env(started.environment) == EVERY
     assert started.settings == texts
-    # Where the verdict says what to change; a flag outranks both of the others.
-    assert started.environment[SET_IN] == (argv[1] if source == "file" else "flags")
-    assert main([*argv, "--growth_interval", "7", "train.py"]) == 0
-    assert started.environment[SET_IN] == "flags"
-    assert main(["--config_file", "gpu_fp16", "train.py"]) == 0
-    assert started.environment[SET_IN] == "flags", "nobody edits a file of the package"
-    assert SET_IN not in os.environ
 
 
 def test_help_shows_our_flags_with_their_texts(

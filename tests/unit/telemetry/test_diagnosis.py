@@ -14,7 +14,7 @@ from accel_scaler.report.reader import read_run
 from accel_scaler.scaling.update_rule import Rule, ScaleState
 from accel_scaler.telemetry import Diagnosis, End, History, Record, Start, headroom, verdict
 from accel_scaler.telemetry.diagnosis import STUCK, Kind
-from accel_scaler.telemetry.findings import as_set, is_well, next_run, overflow, rise, skips, streak
+from accel_scaler.telemetry.findings import as_set, is_well, overflow, rise, skips, streak
 from accel_scaler.telemetry.record import FORMAT, encode_line, encode_window
 
 INF, NAN = math.inf, math.nan
@@ -276,10 +276,10 @@ STREAK = Course(40 + STUCK, lambda i, _: i >= 40, loss=unknown)
 CAUSES = [
     (seen("forward", "a.wo", "Linear"), "fp32_modules=['a.wo']"),
     (seen("forward"), "in float32,"),
-    (seen("backward", "a", "Linear"), "Next: attach(..., heal=True), "),
+    (seen("backward", "a", "Linear"), "Next: heal=True (--heal), "),
     (seen("loss"), "in float32,"),
     (seen("forward", "a", "Net", ("nan", "nan")), "data"),
-    (None, "Next: attach(..., heal=True), which names where it begins, "),
+    (None, "Next: heal=True (--heal), which names where it begins, "),
 ]
 
 
@@ -297,25 +297,19 @@ def test_a_run_that_is_stuck_names_where_it_began_and_the_remedy(
     assert f"{finding.title} {finding.text}" in verdict(of)
 
 
-@pytest.mark.parametrize(
-    ("set_in", "modules", "heal"),
-    [
-        ("code", "fp32_modules=['*.wo', 'a']", "attach(..., heal=True)"),
-        ("flags", "--fp32_modules '*.wo,a'", "accel-scaler launch --heal, all else as before"),
-        ("a.yaml", "fp32_modules: ['*.wo', 'a']", "heal: true in the section accel_scaler of "),
-    ],
-)
-def test_a_setting_is_written_as_the_run_was_set(set_in: str, modules: str, heal: str) -> None:
-    of = Diagnosis()
-    of.begin(Start(facts={"set_in": set_in}))
-    assert as_set(of, "fp32_modules", ["*.wo", "a"]) == modules
-    assert next_run(of, "heal", True) == heal + set_in * heal.endswith(" of ")
+def test_a_setting_is_written_for_code_and_for_a_launch() -> None:
+    assert as_set("heal", True) == "heal=True (--heal)"
+    names = "fp32_modules=['*.wo', 'a'] (--fp32_modules '*.wo,a')"
+    assert as_set("fp32_modules", ["*.wo", "a"]) == names
 
 
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        ({"fp32_modules": ["*.wo"]}, "; or, by name, fp32_modules=['*.wo', 'a.act']."),
+        (
+            {"fp32_modules": ["*.wo"]},
+            "; or, by name, fp32_modules=['*.wo', 'a.act'] (--fp32_modules '*.wo,a.act').",
+        ),
         ({"fp32_modules": ["*a"]}, "keeps in float32 what overflows at any scale."),
         ({"heal": True}, "heal has found no cure, as the log says. Train in bfloat16 or float32."),
     ],
@@ -354,7 +348,7 @@ def test_a_search_that_is_not_over_is_no_fault_of_a_module() -> None:
     course = Course(5, above(0), loss=unknown, first=seen("backward", "a", "B"))
     text = verdict(diagnosed(course))
     assert text.startswith("Nothing was trained: 5 steps")
-    assert text.endswith("begin there: init_scale=2048.0.")
+    assert text.endswith("begin there: init_scale=2048.0 (--init_scale 2048).")
 
 
 def test_what_else_the_verdict_says() -> None:
@@ -468,4 +462,4 @@ def test_healed_modules_are_the_line_for_the_config() -> None:
     text = verdict(live(Course(), records).diagnosis())
     assert text.startswith("30 steps, 3 skipped (10 %)")
     assert "a.wo (from step 1 on)" in text
-    assert text.endswith("fp32_modules=['a.wo', 'b.wo'].")
+    assert text.endswith("fp32_modules=['a.wo', 'b.wo'] (--fp32_modules a.wo,b.wo).")

@@ -25,7 +25,7 @@ from .record import (
     Start as Start,
     decode as decode,
 )
-from .writer import path_of as path_of, refuse_unwritable as refuse_unwritable
+from .writer import path_of as path_of
 
 if TYPE_CHECKING:
     from .recorder import make_recorder as make_recorder

@@ -1,7 +1,7 @@
 """The schema of telemetry: the fields of a record, and the lines of a file.
 
 A file is JSON lines of these kinds, in order: ``start`` (settings and versions), ``names`` (of the
-parameters in their model's order; again when they change), ``window``, ``end``; a ``noted`` line
+parameters with norms; again when they change), ``window``, ``end``; a ``noted`` line
 (numbers that belong to no window, or a mistake) may stand anywhere. A resumed run appends another
 session, from its own ``start`` on. A reader ignores unknown kinds and keys; ``FORMAT`` rises with a
 change that older readers would misread.

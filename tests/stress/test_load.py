@@ -51,7 +51,7 @@ def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     in a period, whatever runs beside; how long they are, is tested apart."""
     monkeypatch.setattr(history_module, "KEPT_RECORDS", 64)
     monkeypatch.setattr(history_module, "KEPT_DETAILS", 16)
-    monkeypatch.setattr(writer_module, "MAX_WAITING", PERIOD // 6)
+    monkeypatch.setattr(writer_module, "MAX_WAIT_S", 0.0)
 
 
 def calls_of(work: Callable[[], object]) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import textwrap
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,14 +13,14 @@ from typing import Literal
 import accelerate
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
 
-from ..console import number, plain, say
+from ..console import number, say
 from ..devices import device_name, is_host, present_type, total_memory
 from ..errors import ConfigError, UnsupportedError
 from .bus import copies, tflops
 from .sizes import WIDTH
-from .training import WINDOWS, Case, Seen, Window, joined, reference, trained
+from .training import Case, Seen, Window, joined, reference, trained
 
 CASES = {
     "sync is torch's": Case({}),
@@ -120,17 +118,6 @@ def product(row: str) -> Result:
     return Result(row, "ok", f"{found:.3g}, float16", numbers={"tflops": found})
 
 
-def resume(row: str) -> Result:
-    """A run saved half-way and continued by another, beside a run without interruption."""
-    case = CASES["overlap is torch's"]
-    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        shared = broadcast_object_list([folder])[0]
-        first = trained(case, range(WINDOWS // 2), save=shared)
-        rest = trained(case, range(WINDOWS // 2, WINDOWS), load=shared)
-        PartialState().wait_for_everyone()
-    return compare(row, rest._replace(windows=first.windows + rest.windows), trained(case))
-
-
 def retried(row: str) -> Result:
     """A run from a scale that overflows, beside a run from a scale that does not. The scales stay
     apart, so they are not compared; a loss of inf is skipped all the same."""
@@ -146,7 +133,7 @@ def ranks(row: str) -> Result:
     """Each rank has its own data, and only the last rank overflows: all skip, and stay equal."""
     every = gather_object([trained(CASES["overlap is torch's"])])
     if len(every) == 1:
-        return Result(row, "not run", reason="one process; --num_processes 2 runs it")
+        return Result(row, "not run", reason="one process; --help says how to start two")
     results = [compare(row, each, every[0]) for each in every]
     return next((each for each in results if each.status == "failed"), results[0])
 
@@ -156,7 +143,6 @@ ROWS: dict[str, Callable[[str], Result]] = {
     OFFLOAD: offload,
     BUS: bus,
     "retry loses no batch": retried,
-    "save and resume": resume,
     "ranks agree": ranks,
 }
 SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, PRODUCTS: product}
@@ -165,9 +151,9 @@ LONG = {OFFLOAD: "four trainings of 6.3 million parameters", BUS: "18 copies of 
 """Rows that take long on a device, and why."""
 
 
-def device(processes: int) -> Result:
-    """The named device, or else Accelerate's choice. Raises ``ConfigError`` where it is not there,
-    or not for so many processes."""
+def device() -> Result:
+    """The named device, or else Accelerate's choice. Raises ``ConfigError`` where it is not
+    there."""
     present = present_type()
     default = "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else present
     name = os.environ.get("ACCELERATE_TORCH_DEVICE", default)
@@ -178,12 +164,6 @@ def device(processes: int) -> Result:
     except Exception as error:  # each backend has a class of its own
         expected = "cpu" if present == "cpu" else f"cpu or {present}"
         raise ConfigError(f"device {name!r}: expected {expected} ({_line(error)}).") from error
-    is_cpu = found.type == "cpu"
-    most = max(os.cpu_count() or 1, 2) if is_cpu else torch.accelerator.device_count()
-    if not 1 <= processes <= most:
-        raise ConfigError(
-            f"--num_processes: got {processes}, expected 1 to {most}, each on a {found.type}."
-        )
     total = None if is_host(found) else total_memory(found)
     memory = "" if total is None else f", {total / 1e9:.1f} GB"
     versions = f"torch {torch.__version__}, Accelerate {accelerate.__version__}"
@@ -200,14 +180,7 @@ def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator
             if state.is_main_process and name in LONG and not is_host(state.device):
                 say(f"running {name}: {LONG[name]} ...")
             mine = attempt(name, function)
-            try:
-                every: list[Result] = gather_object([mine])
-            except RuntimeError as error:  # the ranks are apart: each prints its own row
-                told = "\n".join([f"rank {state.process_index}:", *mine.lines()])
-                print(plain(told), file=sys.stderr)
-                if state.is_main_process:
-                    yield Result(name, "failed", _line(error), "an answer of each rank")
-                return
+            every: list[Result] = gather_object([mine])
             if state.is_main_process:
                 yield next((each for each in every if each.status == "failed"), mine)
 

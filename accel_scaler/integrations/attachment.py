@@ -34,7 +34,7 @@ from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 TOGETHER = ("find_overflow", "heal", "on_overflow", "growth_headroom")
 """Settings that ranks have to share to explain an overflow together."""
 OF_A_RANK = (
-    *("fp32_modules", "max_consecutive_skips", "telemetry", "underflow_interval", "log_values"),
+    *("fp32_modules", "max_consecutive_skips", "telemetry", "log_values"),
     *TOGETHER,
 )
 """Settings that may differ by rank: no rank waits for another, and steps and scales stay equal."""

@@ -140,10 +140,6 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     else:
         return []
     section, rest = read_config(path)
-    if not path.stat().st_size:
-        raise ConfigError(
-            f"{path}: the file is empty. First: accelerate config --config_file {path}"
-        )
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")

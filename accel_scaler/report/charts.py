@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..console import counted
-from ..telemetry import LARGEST
 from .reader import Run
 
 Numbers = list[float | None]
@@ -93,8 +92,6 @@ def charts(run: Run, places: Sequence[int]) -> list[Chart]:
     retried = marks("retried", f"{counted(run.retried, 'step')} run again", "warn")
     if norm := line("norm", "norm", is_log=True):
         norm += line("limit", "clipped above", "ink", is_log=True, style="dashed")
-    if largest := line("largest", "largest gradient", is_log=True):
-        largest += [Line("end of float16", [LARGEST] * len(places), "ink", "dashed")]
     hides = run.hidden > 0
     if times := line("ms", "whole step (ms)", "ink"):
         times += line("update", "optimizer's update (ms)", "optimizer")
@@ -145,15 +142,6 @@ def charts(run: Run, places: Sequence[int]) -> list[Chart]:
             + ".",
             "linear",
             times,
-        ),
-        Chart(
-            "largest",
-            "Headroom: the largest scaled gradient",
-            "The largest element of the parameters' gradients, multiplied by the scale. How often "
-            "it can double before it reaches float16's largest number is the headroom. Gradients "
-            "that are added up in float32 may lie above that number.",
-            "log",
-            largest,
         ),
     ]
     return [chart for chart in found if chart.lines]

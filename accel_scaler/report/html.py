@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -109,22 +109,22 @@ def _charts(charts: Iterable[Chart]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _table(rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
-    """A table of names and values, in which the names in ``marked`` stand out."""
-    lines = []
-    for name, value in rows.items():
-        other = ' class="other"' if name in marked else ""
-        lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>")
+def _table(rows: Mapping[str, Any]) -> str:
+    lines = [
+        f"<tr><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>"
+        for name, value in rows.items()
+    ]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def _settings(run: Run) -> str:
-    """Two tables: the run with its versions, and its settings."""
+    """Two tables: the run with its versions, and the settings other than their defaults."""
     last = run.sessions[-1].start if run.sessions else Start()
     where, known = {"file": run.path}, dict(last.facts)
     if "unix_time" in known:
         started = datetime.fromtimestamp(known.pop("unix_time"), timezone.utc)
         where["started"] = f"{started:%Y-%m-%d %H:%M} UTC"
-    tables = _table(where | known), _table(last.settings, last.changed)
+    changed = {name: last.settings.get(name) for name in last.changed}
+    tables = _table(where | known), _table(changed or {"settings": "defaults"})
     cards = "".join(f'<div class="card">{table}</div>' for table in tables)
-    return f'<p class="soft">Marked: not the default.</p><div class="tables">{cards}</div>'
+    return f'<div class="tables">{cards}</div>'

@@ -47,7 +47,6 @@ class Run(Diagnosis):
             "limit": record.max_norm,
             "clip": record.clip_coefficient,
             "lr": record.lr[0] if record.lr else None,
-            "largest": record.largest_gradient,
             "skipped": record.scale if record.skipped else None,
             "spike": record.grad_norm if record.spike and not record.found_inf else None,
             "retried": record.first_scale if record.retries and not record.skipped else None,

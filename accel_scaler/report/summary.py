@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..console import counted, number, percent
-from ..telemetry import Finding, diagnose, ending, headroom, verdict
+from ..telemetry import Finding, diagnose, ending, verdict
 from .reader import Run
 
 NONE = "\u2013"
@@ -66,16 +66,9 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         norm, x = run.highest
         found.append(KeyNumber("largest finite norm", f"{norm:.3g}", run.place(x)))
     if run.retried:
-        more = f"{run.retry_seconds:.3g} s; not skipped"
-        found.append(KeyNumber("overflowed, ran again", f"{run.retried:,}", more))
+        found.append(KeyNumber("overflowed, ran again", f"{run.retried:,}", "not skipped"))
     if clips := run.finite("clip"):
         found.append(KeyNumber("clipped", percent(sum(c < 1 for c in clips), len(clips))))
-    if run.largest is not None:
-        largest, x = run.largest
-        room = headroom(largest * run.last_scale)
-        # Below 0 float32 has added up more than float16 holds.
-        text = f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
-        found.append(KeyNumber("headroom", text, f"measured at {run.place(x)}"))
     return found + [_noted(name, values) for name, values in run.noted.items()]
 
 

@@ -8,7 +8,7 @@ words.
 
 from typing import TYPE_CHECKING
 
-from .diagnosis import LARGEST as LARGEST, Diagnosis as Diagnosis, headroom as headroom
+from .diagnosis import Diagnosis as Diagnosis
 from .findings import (
     Finding as Finding,
     diagnose as diagnose,

@@ -10,7 +10,6 @@ import math
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from statistics import median
 from typing import Any, Literal, get_args
 
 from ..console import counted, number, percent, written
@@ -107,11 +106,9 @@ def cause_of_skips(run: Diagnosis) -> str:
         return f"Train for longer, or begin there: {as_set('init_scale', run.last_scale)}."
     if run.last_kind == "spike":
         given = run.settings.get("skip_norm_above")
-        norms = run.last_norms or [math.nan]
         return (
-            f"The gradient norm is above skip_norm_above={given!r}, and the median of the last "
-            f"{counted(len(norms), 'norm')} is {number(median(norms))}. Look at the data of these "
-            "steps, or raise skip_norm_above; 4x is four times the running median."
+            f"The gradient norm is above skip_norm_above={given!r}. Look at the data of these "
+            "steps, or raise it; 4x is four times the running median."
         )
     return _cause(run, run.last_x - run.streak)
 
@@ -239,8 +236,8 @@ def skips(run: Diagnosis) -> Finding:
         return Finding("note", "There were no steps.")
     counts, again = f"{run.windows:,} step{'s' * (run.windows != 1)}", ""
     if run.retried:
-        again = f" {counted(run.retried, 'step')} overflowed and ran again, in "
-        again += f"{run.retry_seconds:.3g} s; batches lost: {run.skips:,}."
+        again = f" {counted(run.retried, 'step')} overflowed and ran again; batches lost: "
+        again += f"{run.skips:,}."
     if not run.skips:
         return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.{again}")
     later = run.skips - run.kinds["search"]

@@ -70,10 +70,6 @@ class Record:
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
     with ``telemetry``, and in memory only for the last windows. The file has six digits."""
-    largest_gradient: float | None = None
-    """The largest magnitude in a gradient on this rank, scaled, before clipping: above 65504,
-    float16's largest number, where float32 has added micro-batches up. Only with ``telemetry``,
-    once in ``underflow_interval`` windows; None after a clip by value."""
     first: dict[str, Any] | None = None
     """The beginning of the overflow, if it was found; see ``find_overflow``."""
     healed: tuple[str, ...] = ()

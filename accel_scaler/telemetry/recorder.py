@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig
 from ..devices import peak_memory
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import GradNorm, GradScaler, Losses, ParameterNames, Window, parameters_of
+from ..scaling import GradNorm, GradScaler, Losses, ParameterNames, Window
 from ..version import __version__
-from .gradient_range import measure
 from .history import History
 from .record import Record, Start
 from .writer import Journal, path_of
@@ -30,19 +29,13 @@ EVALUATION = re.compile("(eval|val|valid|validation|test)[_/](?!.*(time|_per_sec
 
 
 class Recorder(Observer):
-    """Records each window of ``scaler`` in memory and, with a ``journal``, in its file.
+    """Records each window of ``scaler`` in memory and, with a ``journal``, in its file."""
 
-    The range of the gradients is measured once in ``underflow_interval`` windows, for the file.
-    """
-
-    def __init__(
-        self, scaler: GradScaler, journal: Journal | None, underflow_interval: int, start: Start
-    ) -> None:
+    def __init__(self, scaler: GradScaler, journal: Journal | None, start: Start) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_each_norm = journal is not None
         self._is_scaled = scaler.is_enabled()
         self.history = History(start)
-        self.underflow_interval = underflow_interval
         self._table, self._noted = NameTable(scaler.parameter_names), 0
         self._open: Record | None = None
         """The record of the last window, which another optimizer may join."""
@@ -50,10 +43,6 @@ class Recorder(Observer):
         """Losses of the last window on their way to the host, still to be read."""
         self._timings: list[StepTiming] = []
         """The last window's updates, which may still run."""
-        self._measured, self._next_measured = -1, 0
-        """The indices of the last window whose gradients were measured, and of the next."""
-        self._largest: list[float] = []
-        """The largest gradient of each optimizer in the measured window."""
         self._start = time.perf_counter() if journal is None else journal.start_s
         self._reports = start.facts.get("rank", 0) == 0
         if self._reports:
@@ -77,18 +66,6 @@ class Recorder(Observer):
             found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
             self.journal.note(found)
         window.losses.send()  # a copy from a device is read when its record is written
-        record, index = window.record(optimizer), window.index
-        if record.found_inf:
-            return
-        if index >= self._next_measured:
-            self._measured, self._largest = index, []
-            self._next_measured = (index // self.underflow_interval + 1) * self.underflow_interval
-        if index == self._measured:
-            params = [p for p in parameters_of(optimizer) if p.grad is not None]
-            assert window.before is not None
-            scale = window.before.scale if self._is_scaled else None
-            largest = measure(params, window, record, scale)
-            self._largest += [] if largest is None else [largest]
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -122,7 +99,6 @@ class Recorder(Observer):
             retries=window.retries,
             first_scale=window.first_scale if window.retries else None,
             retry_us=round(window.retry_s * 1e6) if window.retries else None,
-            largest_gradient=max(self._largest, default=None) if index == self._measured else None,
             loss=losses.total() if losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
             loss_nonfinite=losses.bad() if bad is None else bad,
@@ -238,4 +214,4 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
         journal = Journal(path, {**facts, **own})
     facts = facts | {"precision": "fp16" if scaler.is_enabled() else "no"}
     start = Start(facts=facts, settings=settings)
-    return Recorder(scaler, journal, config.underflow_interval, start)
+    return Recorder(scaler, journal, start)

@@ -75,18 +75,6 @@ def test_a_scale_of_one_or_less_or_at_its_floor_is_bad(
     assert f"{low:g} (step {30 if low else 0})" in finding.title
 
 
-def test_how_much_higher_the_scale_could_be(tmp_path: Path) -> None:
-    def headroom(**last: float) -> str:
-        measured = [t.window(1, largest_gradient=65504 / 2), t.window(2, largest_gradient=8188.0)]
-        lines = [t.start(), t.window(0), *measured, t.window(3, **last)]
-        return numbers_of(read(tmp_path, lines))["headroom"]
-
-    assert headroom() == "3.0 doublings measured at step 2"
-    assert headroom(next_scale=16384.0).startswith("5.0 doublings")  # the last scale counts
-    assert headroom(largest_gradient=65504.0 * 4).startswith("0.0 doublings")
-    assert "headroom" not in numbers_of(read(tmp_path, t.story(9, lambda *_: False)))
-
-
 def test_how_it_ended(tmp_path: Path) -> None:
     lines = t.story(40, lambda *_: False)
     killed = found(tmp_path, lines[:-1])["ending"]

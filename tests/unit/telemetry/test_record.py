@@ -48,7 +48,6 @@ FULL = Record(
     retries=2,
     first_scale=262144.0,
     retry_us=900,
-    largest_gradient=32752.0,
     loss=2.5,
 )
 BARE = Record(index=0, scale=8.0, next_scale=8.0, skipped=False, grad_norm=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import ne
@@ -40,22 +39,17 @@ NOTHING_TO_MOVE = "no accelerator: state is in host memory anyway"
 
 @dataclass(frozen=True)
 class Result:
-    """One row; ``"not run"``: for this ``reason`` the row says nothing about this machine."""
+    """One row; ``"not run"``: it says nothing about this machine, for the reason in ``text``."""
 
     row: str
     status: Literal["ok", "failed", "not run"]
-    got: str = ""
-    expected: str = ""
-    reason: str = ""
+    text: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     """What the row has measured."""
 
     def lines(self) -> Iterator[str]:
-        """The row as it is printed; ``expected`` only where it differs."""
-        differs = self.expected not in ("", self.got)
-        parts = [self.got, f"expected {self.expected}" * differs, self.reason]
-        texts = [text for part in parts for text in textwrap.wrap(part, RESULT_WIDTH)]
-        for at, text in enumerate(texts or [""]):
+        """The row as it is printed."""
+        for at, text in enumerate(textwrap.wrap(self.text, RESULT_WIDTH) or [""]):
             yield LINE(*("", "") if at else (self.row, self.status), text).rstrip()
 
 
@@ -65,24 +59,15 @@ def compare(row: str, got: Seen, expected: Seen) -> Result:
         names = [name for name, *both in zip(Window._fields, *pair, strict=True) if ne(*both)]
         if names:
             told = [", ".join(f"{name} {getattr(each, name)}" for name in names) for each in pair]
-            return Result(row, "failed", f"step {at}: {told[0]}", f"step {at}: {told[1]}")
+            return Result(row, "failed", f"step {at}: {told[0]}; expected {told[1]}")
     for name in ("weights", "state"):
         mine, plain = getattr(got, name), getattr(expected, name)
         if not mine.equal(plain):
             many, most = int((mine != plain).sum()), float((mine - plain).abs().max())
-            reason = f"{many} of {len(plain)} differ, by up to {most:.2g}"
-            texts = (f"{name} {_digest(mine)}", f"{name} {_digest(plain)}")
-            return Result(row, "failed", texts[0], texts[1], reason)
-    return Result(row, "ok", _summary(got), _summary(expected))
-
-
-def _summary(seen: Seen) -> str:
-    skips, scale = sum(window.skipped for window in seen.windows), number(seen.windows[-1].scale)
-    return f"{skips} of {len(seen.windows)} skipped, scale {scale}, weights {_digest(seen.weights)}"
-
-
-def _digest(t: torch.Tensor) -> str:
-    return f"{zlib.crc32(t.numpy().tobytes()):08x}"
+            text = f"{name}: {many} of {len(plain)} differ, by up to {most:.2g}"
+            return Result(row, "failed", text)
+    skips, scale = sum(window.skipped for window in got.windows), number(got.windows[-1].scale)
+    return Result(row, "ok", f"{skips} of {len(got.windows)} skipped, scale {scale}")
 
 
 def beside_plain_torch(row: str) -> Result:
@@ -95,7 +80,7 @@ def offload(row: str) -> Result:
         case = Case({"offload": "cpu"}, True, weights, LARGE)
         found = compare(row, trained(case), trained(case._replace(settings={})))
         if found.status == "failed":
-            return replace(found, reason=f"{weights}: {found.reason}")
+            return replace(found, text=f"{weights}: {found.text}")
     return found
 
 
@@ -103,19 +88,15 @@ def bus(row: str) -> Result:
     """GB/s of copies between host memory and the device, as offload makes them; ranks copy at
     once."""
     up, down, both, is_pinned = copies(PartialState().device)
-    return Result(
-        row,
-        "ok",
-        f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}",
-        reason="" if is_pinned else "memory that is not pinned",
-        numbers={"up": up, "down": down, "both": both},
-    )
+    text = f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}"
+    text += "" if is_pinned else "; memory that is not pinned"
+    return Result(row, "ok", text, {"up": up, "down": down, "both": both})
 
 
 def product(row: str) -> Result:
     """TFLOP/s of the device."""
     found = tflops(PartialState().device)
-    return Result(row, "ok", f"{found:.3g}, float16", numbers={"tflops": found})
+    return Result(row, "ok", f"{found:.3g}, float16", {"tflops": found})
 
 
 def retried(row: str) -> Result:
@@ -125,15 +106,14 @@ def retried(row: str) -> Result:
         seen._replace(windows=[window._replace(scale=1.0) for window in seen.windows])
         for seen in map(trained, (Case({"on_overflow": "retry", "init_scale": 2.0**24}), Case({})))
     )
-    found = compare(row, got, expected)
-    return replace(found, reason=found.reason or "the one skip: a loss of inf, at any scale")
+    return compare(row, got, expected)
 
 
 def ranks(row: str) -> Result:
     """Each rank has its own data, and only the last rank overflows: all skip, and stay equal."""
     every = gather_object([trained(CASES["overlap is torch's"])])
     if len(every) == 1:
-        return Result(row, "not run", reason="one process; --help says how to start two")
+        return Result(row, "not run", "one process; --help says how to start two")
     results = [compare(row, each, every[0]) for each in every]
     return next((each for each in results if each.status == "failed"), results[0])
 
@@ -166,8 +146,8 @@ def device() -> Result:
         raise ConfigError(f"device {name!r}: expected {expected} ({_line(error)}).") from error
     total = None if is_host(found) else total_memory(found)
     memory = "" if total is None else f", {total / 1e9:.1f} GB"
-    versions = f"torch {torch.__version__}, Accelerate {accelerate.__version__}"
-    return Result("device", "ok", f"{found.type}, {device_name(found)}{memory}", reason=versions)
+    text = f"{found.type}, {device_name(found)}{memory}; torch {torch.__version__}, "
+    return Result("device", "ok", f"{text}Accelerate {accelerate.__version__}")
 
 
 def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator[Result]:
@@ -190,15 +170,15 @@ def attempt(name: str, function: Callable[[str], Result]) -> Result:
     this device, or, on a device other than a CPU or CUDA, this package refuses."""
     kind = PartialState().device.type
     if name in (OFFLOAD, *SIZING) and is_host(PartialState().device):
-        return Result(name, "not run", reason=NOTHING_TO_MOVE)
+        return Result(name, "not run", NOTHING_TO_MOVE)
     lacks = () if kind == "cpu" else (NotImplementedError,)
     refuses = () if kind in ("cpu", "cuda") else (UnsupportedError,)
     try:
         return function(name)
     except (*lacks, *refuses) as error:
-        return Result(name, "not run", reason=_line(error))
+        return Result(name, "not run", _line(error))
     except Exception as error:  # of any class, which the row names
-        return Result(name, "failed", _line(error), "no error")
+        return Result(name, "failed", _line(error))
 
 
 def _line(error: Exception) -> str:

@@ -65,12 +65,12 @@ def test_a_row_holds_and_its_fault_is_told(
 ) -> None:
     with joined():
         held = rows.attempt(row, rows.ROWS[row])
-        assert (held.status, held.got) == ("ok", held.expected), held
+        assert held.status == "ok", held
         break_it(monkeypatch, fault)
         found = rows.attempt(row, rows.ROWS[row])
     assert found.status == "failed"
-    assert found.got != found.expected
-    assert "Window(" not in found.got, "what differs alone"
+    assert "expected" in found.text or "differ, by up to" in found.text
+    assert "Window(" not in found.text, "what differs alone"
 
 
 def test_every_row_has_its_fault() -> None:
@@ -81,7 +81,7 @@ def test_every_row_has_its_fault() -> None:
 def test_a_row_of_offload_says_that_there_is_nothing_to_move(row: str) -> None:
     with joined():
         found = rows.attempt(row, rows.ROWS[row])
-    assert (found.status, found.got, found.reason) == ("not run", "", rows.NOTHING_TO_MOVE)
+    assert (found.status, found.text) == ("not run", rows.NOTHING_TO_MOVE)
 
 
 @pytest.mark.parametrize("faulty", [None, torch.float32, torch.float16])
@@ -102,7 +102,7 @@ def test_offload_is_compared_with_float32_and_with_float16_weights(
     with joined():
         found = rows.attempt(OFFLOAD, rows.ROWS[OFFLOAD])
     assert found.status == ("ok" if faulty is None else "failed")
-    assert found.reason.startswith("" if faulty is None else f"{faulty}: ")
+    assert found.text.startswith("" if faulty is None else f"{faulty}: ")
 
 
 @pytest.mark.process
@@ -138,8 +138,7 @@ def test_what_a_device_lacks_is_named_and_is_no_failure(
     found = rows.attempt("a row", refuse)
     text = f"{error.__name__}: no such kernel"
     expected = REFUSALS[kind].get(error, "failed")
-    told = (text, "no error", "") if expected == "failed" else ("", "", text)
-    assert (found.status, found.got, found.expected, found.reason) == (expected, *told)
+    assert (found.status, found.text) == (expected, text)
 
 
 @pytest.mark.parametrize("fault", [None, "retry loses no batch"])

@@ -115,19 +115,19 @@ def test_the_command_says_what_it_can_without_a_device(capsys: pytest.CaptureFix
     assert out.endswith("\n".join(["", *sizes.told(1_500_000_000, {}), ""]))
 
 
-LONG = Result("a row", "failed", "x" * 150, "it " * 40, "a reason\nof two lines")
+LONG = Result("a row", "failed", "x" * 150 + " a reason\nof two lines " + "it " * 40)
 
 
 def test_a_row_is_as_wide_as_the_table_and_tells_what_differs() -> None:
     lines = [*LONG.lines()]
     assert max(map(len, lines)) == 100
-    assert "".join(line[36:] for line in lines).startswith("x" * 150 + "expected it it")
-    assert lines[-1].strip() == "a reason of two lines"
+    assert "".join(line[36:] for line in lines).startswith("x" * 150)
+    assert "a reason of two lines it it" in " ".join(map(str.strip, lines))
     assert [line[:36].split() for line in lines] == [
         ["a", "row", "failed"],
         *[[]] * (len(lines) - 1),
     ]
-    assert [*Result("a row", "ok", "1", "1").lines()] == [f"{'a row':<27}ok       1"]
+    assert [*Result("a row", "ok", "1").lines()] == [f"{'a row':<27}ok       1"]
     assert [*Result("a row", "ok").lines()] == [f"{'a row':<27}ok"]
 
 

@@ -1,4 +1,4 @@
-"""How fast this machine copies between host memory and its device, and how fast that multiplies."""
+"""How fast this machine copies between host memory and its device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from ..devices import on_stream, pinned_zeros
 
 COPIED = 256 << 20
 """Bytes of one copy that is timed."""
-WIDTH = 8192
-"""Of the matrices that are multiplied, so large that the time to launch their product is small."""
 
 
 class Copies(NamedTuple):
@@ -46,12 +44,6 @@ def copies(device: torch.device) -> Copies:
     finally:
         for each in filter(None, unpin):
             each()
-
-
-def tflops(device: torch.device) -> float:
-    """TFLOP/s of a product of float16 matrices, the best of five. Synchronises with the device."""
-    a, b = torch.rand(2, WIDTH, WIDTH, device=device).half()
-    return 2 * WIDTH**3 / best(lambda: torch.mm(a, b), device) / 1e12
 
 
 def best(function: Callable[[], object], device: torch.device) -> float:

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from ..console import number, say
 from ..devices import device_name, is_host, present_type, total_memory
 from ..errors import ConfigError, UnsupportedError
-from .bus import copies, tflops
+from .bus import copies
 from .sizes import WIDTH
 from .training import Case, Seen, Window, joined, reference, trained
 
@@ -31,9 +31,7 @@ LARGE = 2048, 3072
 """Widths of a model whose state passes through the device in seven stretches."""
 LINE = "{:<25}  {:<7}  {}".format
 RESULT_WIDTH = WIDTH - len(LINE("", "", ""))
-OFFLOAD, BUS, PRODUCTS = (
-    *("offload equals no offload", "GB/s of offload's copies", "TFLOP/s of products"),
-)
+OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
 NOTHING_TO_MOVE = "no accelerator: state is in host memory anyway"
 
 
@@ -93,12 +91,6 @@ def bus(row: str) -> Result:
     return Result(row, "ok", text, {"up": up, "down": down, "both": both})
 
 
-def product(row: str) -> Result:
-    """TFLOP/s of the device."""
-    found = tflops(PartialState().device)
-    return Result(row, "ok", f"{found:.3g}, float16", {"tflops": found})
-
-
 def retried(row: str) -> Result:
     """A run from a scale that overflows, beside a run from a scale that does not. The scales stay
     apart, so they are not compared; a loss of inf is skipped all the same."""
@@ -125,8 +117,8 @@ ROWS: dict[str, Callable[[str], Result]] = {
     "retry loses no batch": retried,
     "ranks agree": ranks,
 }
-SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, PRODUCTS: product}
-"""The rows from which :mod:`.sizes` says what offload costs."""
+SIZING: dict[str, Callable[[str], Result]] = {BUS: bus}
+"""The row from which :mod:`.sizes` says what offload costs."""
 LONG = {OFFLOAD: "four trainings of 6.3 million parameters", BUS: "18 copies of 256 MiB"}
 """Rows that take long on a device, and why."""
 

@@ -45,12 +45,8 @@ SECONDS = (
 )
 TOKENS = (
     "From so many tokens a micro-batch on, the last backward and the next forward take as long as "
-    "the copies. They hide all of them if activations take as much memory as the state: see "
-    "docs/offload.md."
-)
-MEASURED = (
-    "TFLOP/s are those of one large product. A training reaches less, so fewer tokens hide the "
-    "copies."
+    "the copies; at twice the TFLOP/s twice as many are needed. They hide all of them if "
+    "activations take as much memory as the state: see docs/offload.md."
 )
 
 
@@ -105,17 +101,17 @@ def tokens(weights: str, tflops: float, up: float, down: float) -> int:
 def table(parameters: int, measured: Mapping[str, float]) -> dict[str, list[float]]:
     """The answer: each line's numbers, in the order of ``WEIGHTS``.
 
-    ``measured``: GB/s ``up``, ``down`` and in ``both`` ways together, and ``tflops``, as far as
-    they are known. Seconds of a machine that was not measured are those of ``MACHINES``.
+    ``measured``: GB/s ``up``, ``down`` and in ``both`` ways together; empty where no bus was
+    measured: then the lines are those of ``MACHINES``.
     """
     each = [memory(parameters, weights) for weights in WEIGHTS]
     lines = {title: [sizes[at] / 1e9 for sizes in each] for at, title in enumerate(TITLES)}
     ways = {f"each way, {name}": machine.gbps for name, machine in MACHINES.items()}
     computing = {f", {name}": (m.tflops, m.gbps, m.gbps) for name, m in MACHINES.items()}
-    if "both" in measured:
+    if measured:
         up, down = measured["up"], measured["down"]
         ways = {"up": up, "down": down, "both ways at once": measured["both"] / 2}
-        computing = {"": (measured["tflops"], up, down)} if "tflops" in measured else {}
+        computing = {" at 100 TFLOP/s": (100.0, up, down)}
     for way, gbps in ways.items():
         lines[f"seconds {way}"] = [sizes.host / 1e9 / gbps for sizes in each]
     for where, speeds in computing.items():
@@ -136,6 +132,5 @@ def told(parameters: int, measured: Mapping[str, float]) -> Iterator[str]:
     for title, numbers in table(parameters, measured).items():
         yield row(title, *map(rounded, numbers))
     yield ""
-    is_assumed, has_product = "both" not in measured, "tflops" in measured
-    for note in (COUNTED, ASSUMED * is_assumed, SECONDS, TOKENS, MEASURED * has_product):
+    for note in (COUNTED, ASSUMED * (not measured), SECONDS, TOKENS):
         yield from textwrap.wrap(note, WIDTH)

@@ -16,8 +16,6 @@ from .record import Record, Start
 logger = logging.getLogger("accel_scaler")
 
 KEPT_RECORDS = 4096
-KEPT_DETAILS = 16
-"""Records that keep their norms, which would take most of the memory."""
 
 
 class History:
@@ -49,7 +47,9 @@ class History:
         return tuple(self.diagnosis().healed)
 
     def add(self, record: Record) -> None:
-        """Append the record of a window, or replace an earlier record of this window."""
+        """Append the record of a window, or replace an earlier record of this window. Norms of
+        parameters, which would take most of the memory, are left out."""
+        record = record if record.norms is None else replace(record, names=(), norms=None)
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
             return
@@ -57,10 +57,6 @@ class History:
             self._before.add(self.records[-1])
         self.records.append(record)
         self.boundaries += 1
-        if len(self.records) > KEPT_DETAILS:
-            old = self.records[-KEPT_DETAILS - 1]
-            if old.norms is not None:
-                self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
     def add_mistake(self, text: str) -> None:
         """Give the verdict a mistake of the script."""

@@ -69,7 +69,7 @@ class Record:
     """Parameter names in the order of ``norms``; in the file, a line of their own."""
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
-    with ``telemetry``, and in memory only for the last windows. The file has six digits."""
+    in the file, with six digits."""
     first: dict[str, Any] | None = None
     """The beginning of the overflow, if it was found; see ``find_overflow``."""
     healed: tuple[str, ...] = ()
@@ -179,9 +179,8 @@ def _number(value: Any) -> Any:
 
 def _read_window(line: dict[str, Any]) -> Record:
     values = {name: line[name] for name in DEFAULTS if name in line}
-    values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items() if k != "first"}
-    if (first := line.get("first")) is not None:
-        first |= {each: _number(first[each]) for each in ("input", "output")}
+    first = values.pop("first", None)
+    values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items()}
     return Record(index=line["step"], first=first, **values)
 
 

@@ -13,7 +13,7 @@ from accel_scaler.config import COUNTS, amount_of
 from accel_scaler.selftest import sizes
 from accel_scaler.selftest.rows import Result
 
-MEASURED = {"up": 24.0, "down": 20.0, "both": 32.0, "tflops": 100.0}
+MEASURED = {"up": 24.0, "down": 20.0, "both": 32.0}
 DTYPES = {"float32": torch.float32, "16-bit": torch.bfloat16}
 
 
@@ -91,10 +91,6 @@ def test_measured_copies_take_their_bytes_by_their_speed() -> None:
         [24 / 32, 36 / 32],
         [20_000, 30_000],
     ]
-    without = sizes.table(1_500_000_000, {**MEASURED} | {"tflops": 1.0})
-    assert [*without.values()][-1] == [200, 300]
-    unknown = sizes.table(1_500_000_000, {way: MEASURED[way] for way in ("up", "down", "both")})
-    assert unknown == {key: found[key] for key in [*found][:-1]}
 
 
 @pytest.mark.parametrize("measured", [{}, MEASURED], ids=["assumed", "measured"])
@@ -111,7 +107,7 @@ def test_lines_have_a_hundred_columns(count: int, measured: dict[str, float]) ->
 def test_the_command_says_what_it_can_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["test", "--device", "cpu", "--parameters", "1.5b"]) == 0
     out = capsys.readouterr().out
-    assert "1 ok, 2 not run, 0 failed" in out
+    assert "1 ok, 1 not run, 0 failed" in out
     assert out.endswith("\n".join(["", *sizes.told(1_500_000_000, {}), ""]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,10 +13,6 @@ from .reader import Run
 Numbers = list[float | None]
 Style = Literal["", "steps", "dashed"]
 Edge = Literal["top", "bottom"]
-EVENTS = ("skipped", "spike", "retried")
-"""Series with a number where something happened."""
-MAX_STEPS = 20_000
-"""Of a longer run each n-th step is drawn, so that at most so many are, and each marked step."""
 MAX_DRAWN = 1e24
 """Larger numbers are drawn at this height: uPlot makes no axis for much larger ones."""
 WIDE = 10.0
@@ -25,7 +21,7 @@ WIDE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number for each step that is drawn; None where it has no number."""
+    """One number for each step; None where it has none."""
 
     label: str
     y: Numbers
@@ -39,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The places of steps, among those that are drawn, in which something happened."""
+    """The places of steps in which something happened."""
 
     label: str
     places: list[int]
@@ -60,31 +56,23 @@ class Chart:
     marks: list[Marks] = field(default_factory=list)
 
 
-def drawn(run: Run) -> list[int]:
-    """The places of the steps that are drawn, in order."""
-    marked = (i for name in EVENTS for i, v in enumerate(run.series[name]) if v is not None)
-    bad = (i for name in ("loss", "norm") for i in _bad(run.series[name]))
-    return sorted({*range(0, len(run.x), math.ceil(len(run.x) / MAX_STEPS) or 1), *marked, *bad})
-
-
-def charts(run: Run, places: Sequence[int]) -> list[Chart]:
-    """Every chart for which there is data, in the order of the page, of the steps in ``places``."""
-    series = {name: [values[place] for place in places] for name, values in run.series.items()}
+def charts(run: Run) -> list[Chart]:
+    """Every chart for which there is data, in the order of the page."""
 
     def line(
         name: str, label: str, hue: str = "line-0", is_log: bool = False, style: Style = ""
     ) -> list[Line]:
         """A line of these numbers; none where there are none to draw."""
-        values = series.get(name, [])
+        values = run.series[name]
         y = [_drawable(value, is_log) for value in values]
         return [Line(label, y, hue, style, _bad(values))] if any(v is not None for v in y) else []
 
     def marks(name: str, label: str, hue: str = "bad", edge: Edge = "top") -> list[Marks]:
-        found = [place for place, value in enumerate(series.get(name, [])) if value is not None]
+        found = [place for place, value in enumerate(run.series[name]) if value is not None]
         return [Marks(label, found, hue, edge)] if found else []
 
     def bad(name: str) -> list[Marks]:
-        found = _bad(series.get(name, []))
+        found = _bad(run.series[name])
         return [Marks("inf or NaN", found)] if found else []
 
     skipped = marks("skipped", counted(run.skips, "skipped step"), edge="bottom")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..console import plain, written
 from ..telemetry import Start, verdict
-from .charts import Chart, charts, drawn
+from .charts import Chart, charts
 from .reader import Run
 from .summary import TILES, find, key_numbers
 
@@ -25,8 +25,7 @@ WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
-    places = drawn(run)
-    found = charts(run, places)
+    found = charts(run)
     body = [_verdict(run), _tiles(run), _charts(each for each in found if each.name == "loss")]
     body += ["<h2>Findings</h2>", _findings(run)]
     if run.windows:
@@ -39,7 +38,7 @@ def html_page(run: Run) -> str:
     return Template(_asset("page.html")).substitute(
         title=escape(f"Optimizer steps: {run.label}"),
         body=plain("\n".join(body)),
-        data=page_data(run, places, found),
+        data=page_data(run, found),
         style=style,
         style_hash=_hash(style),
         script=script,
@@ -47,11 +46,11 @@ def html_page(run: Run) -> str:
     )
 
 
-def page_data(run: Run, places: Sequence[int], charts: Sequence[Chart]) -> str:
+def page_data(run: Run, charts: Sequence[Chart]) -> str:
     """The script's data as JSON that stands safely inside a ``<script>``: ASCII, without ``<``,
     ``>`` and ``&``."""
     data = {
-        "x": [run.x[place] for place in places],
+        "x": run.x,
         "sessions": [session.first_x for session in run.sessions],
         "charts": [asdict(chart) for chart in charts],
     }

@@ -250,6 +250,6 @@ class Diagnosis:
 def failed_in_forward(record: Record) -> bool:
     """Whether inf or NaN arose before the scale multiplied the loss, as far as is known."""
     first = record.first or {"where": ""}
-    made = first.get("output") or ()  # inf is a text
+    made = first.get("output") or ()  # in a live record inf is a text
     is_loss = first["where"] == "loss" and not all(math.isfinite(float(each)) for each in made)
     return record.has_bad_loss or first["where"] == "forward" or is_loss

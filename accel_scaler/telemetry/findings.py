@@ -118,7 +118,7 @@ def _is_search(run: Diagnosis) -> bool:
     at any scale, so then it was no search."""
     first = run.first[1] if run.first else {}
     seen = (*(first.get("input") or ()), *(first.get("output") or ()))
-    has_nan = any(math.isnan(float(each)) for each in seen)  # it is a text
+    has_nan = any(math.isnan(float(each)) for each in seen)  # in a live record it is a text
     return run.streak == run.windows == run.kinds["search"] and not has_nan
 
 
@@ -128,7 +128,7 @@ def _cause(run: Diagnosis, before: int) -> str:
         return _unknown_cause(run)
     x, first = run.first
     where, module = f"{run.place(x).capitalize()}: {first['text'].rstrip('.')}.", first["module"]
-    given = first["input"] or ()  # inf is a text
+    given = first["input"] or ()  # in a live record inf is a text
     if first["where"] == "forward" and not all(math.isfinite(float(each)) for each in given):
         return f"{where} Look at the data of these batches."
     if any(module == each or module.startswith(f"{each}.") for each in run.healed):

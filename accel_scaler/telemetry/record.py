@@ -179,8 +179,9 @@ def _number(value: Any) -> Any:
 
 def _read_window(line: dict[str, Any]) -> Record:
     values = {name: line[name] for name in DEFAULTS if name in line}
-    first = values.pop("first", None)
-    values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items()}
+    values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items() if k != "first"}
+    if (first := line.get("first")) is not None:
+        first |= {each: _number(first[each]) for each in ("input", "output")}
     return Record(index=line["step"], first=first, **values)
 
 

@@ -170,11 +170,8 @@ class NameTable:
 
     def __init__(self, parameter_names: ParameterNames) -> None:
         self.parameter_names = parameter_names
-        self._ids: list[int] = []
+        self._refs: list[weakref.ref[Tensor]] = []
         self._version = -1
-
-    def _forget(self, _: object) -> None:
-        self._ids = []  # Python may give the id of a dead parameter to a new one
 
     def norms(self, found: Iterable[GradNorm], optimizer: Optimizer) -> dict[str, Any]:
         """``names`` and ``norms`` of a record, if ``found``, on the host and of disjoint
@@ -182,13 +179,15 @@ class NameTable:
         if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
         params = [p for m, _ in known for p in m.parameters]
-        ids = list(map(id, params))
-        if ids != self._ids or self._version != self.parameter_names.version:
+        is_same = len(params) == len(self._refs) and all(
+            ref() is p for ref, p in zip(self._refs, params, strict=True)
+        )
+        if not is_same or self._version != self.parameter_names.version:
             called = self.parameter_names.of(params, optimizer)
-            names = dict(zip(dict.fromkeys(ids), called, strict=True))
-            self._names = tuple(names[key] for key in ids)
-            self._refs = [weakref.ref(p, self._forget) for p in params]
-            self._ids, self._version = ids, self.parameter_names.version
+            names = dict(zip(dict.fromkeys(map(id, params)), called, strict=True))
+            self._names = tuple(names[id(p)] for p in params)
+            self._refs = [weakref.ref(p) for p in params]
+            self._version = self.parameter_names.version
         return {"names": self._names, "norms": tuple(n for _, e in known for n in e.tolist())}
 
 

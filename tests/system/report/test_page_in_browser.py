@@ -189,7 +189,7 @@ def test_paper_is_light(see: Any) -> None:
 RUNS = {
     "one window": [t.start(), t.window(0)],
     "fp32": [t.start(precision="no"), *(t.window(s, 1.0) for s in range(50))],
-    "thinned out": t.story(3000, lambda s, _: s % 500 == 0, with_norms=False),
+    "long": t.story(3000, lambda s, _: s % 500 == 0, with_norms=False),
     "no window": [t.start()],
     "extremes": [
         t.start(),

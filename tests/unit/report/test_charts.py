@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import telemetry_files as t
 
-from accel_scaler.report.charts import MAX_DRAWN, MAX_STEPS, Chart, charts, drawn
+from accel_scaler.report.charts import MAX_DRAWN, Chart, charts
 from accel_scaler.report.html import html_page, page_data
 from accel_scaler.report.reader import Run, read_run
 from accel_scaler.report.summary import key_numbers
@@ -27,21 +27,17 @@ def windows(count: int, **of: Any) -> list[Any]:
     return [t.start(), *(t.window(s, **{k: f(s) for k, f in of.items()}) for s in range(count))]
 
 
-def all_charts(run: Run) -> list[Chart]:
-    return charts(run, drawn(run))
-
-
 def chart(name: str, run: Run) -> Chart:
-    (one,) = [each for each in all_charts(run) if each.name == name]
+    (one,) = [each for each in charts(run) if each.name == name]
     return one
 
 
 def test_there_is_a_chart_of_all_there_is_and_the_loss_comes_first(tmp_path: Path) -> None:
     run = read(tmp_path, windows(9, loss=float))
-    assert [each.name for each in all_charts(run)] == NAMES
+    assert [each.name for each in charts(run)] == NAMES
     bare = read(tmp_path, [t.start(precision="no"), t.window(0, grad_norm=None, lr=[])])
-    assert all_charts(bare) == []
-    assert all_charts(read(tmp_path, [t.start()])) == []
+    assert charts(bare) == []
+    assert charts(read(tmp_path, [t.start()])) == []
 
 
 def test_the_loss_is_drawn_as_it_is_and_skips_are_marked_on_it(tmp_path: Path) -> None:
@@ -64,7 +60,7 @@ def test_a_spike_that_was_skipped_is_marked_on_the_loss_and_on_the_norm(tmp_path
     marks = {name: {m.label: m.places for m in chart(name, run).marks} for name in ("loss", "norm")}
     assert marks["loss"] == {"2 skipped steps": [1, 2], "1 skipped spike": [1]}
     assert marks["norm"] == {"inf or NaN": [2], "1 skipped spike": [1]}
-    assert {each.name for each in all_charts(run)} == {"loss", "norm", "lr", "time"}
+    assert {each.name for each in charts(run)} == {"loss", "norm", "lr", "time"}
     page = html_page(run)
     assert "1 spikes" in page
     for word in ("fp16", "float16", "oss scal", "growth"):
@@ -102,17 +98,6 @@ def test_windows_that_ran_again_are_marked_on_the_scale_and_lost_nothing(tmp_pat
     (again,) = [each for each in key_numbers(run) if "again" in each.name]
     assert (again.value, again.more) == ("2", "not skipped")
     assert "2 steps overflowed and ran again; batches lost: 1." in skips(run).title
-
-
-def test_of_a_long_run_each_nth_step_is_drawn_and_each_marked_one(tmp_path: Path) -> None:
-    count, odd = 2 * MAX_STEPS + 1, {7: "nan", 1501: 2.0}
-    run = read(
-        tmp_path, windows(count, loss=lambda s: odd.get(s, 1.0), skipped=lambda s: s == 1501)
-    )
-    assert [run.x[at] for at in drawn(run)] == sorted({*range(0, count, 3), *odd})
-    loss = chart("loss", run)
-    assert (loss.lines[0].gaps, loss.lines[0].y[501]) == ([3], 1.0)
-    assert {run.x[drawn(run)[at]] for marks in loss.marks for at in marks.places} == {7, 1501}
 
 
 def test_the_learning_rate_is_that_of_the_first_group(tmp_path: Path) -> None:
@@ -158,8 +143,8 @@ def test_the_page_gets_these_numbers_and_nothing_that_json_lacks(tmp_path: Path)
         lr=lambda s: ["inf"],
     )
     run = read(tmp_path, lines)
-    found = all_charts(run)
-    data = json.loads(page_data(run, drawn(run), found), parse_constant=pytest.fail)
+    found = charts(run)
+    data = json.loads(page_data(run, found), parse_constant=pytest.fail)
     by_name = {each["name"]: each for each in data["charts"]}
     assert list(by_name) == [each.name for each in found]
     assert by_name["loss"]["lines"][0]["y"][1] == 0.333333

@@ -133,10 +133,10 @@ def test_what_is_healed_needs_no_other_remedy(tmp_path: Path) -> None:
     assert "transformer.h.3.mlp (from step 103 on)" in by_subject["healed"].title
 
 
-def test_numbers_are_short_and_a_share_never_rounds_to_nothing_or_to_all() -> None:
+def test_numbers_are_short() -> None:
     shares = [(0, 5), (5, 5), (1, 3), (1, 10**6), (999_999, 10**6), (1, 0)]
     assert [percent(*share) for share in shares] == [
-        *("0 %", "100 %", "33.3 %", "under 0.1 %", "over 99.9 %", "0 %")
+        *("0 %", "100 %", "33.3 %", "0.0001 %", "100 %", "0 %")
     ]
     values = [65536.0, 0.5, 1e9, 3.14159, math.inf]
     assert list(map(number, values)) == ["65536", "0.5", "1000000000", "3.142", "inf"]

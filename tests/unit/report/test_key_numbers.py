@@ -23,7 +23,7 @@ def test_each_has_its_number(tmp_path: Path) -> None:
             line["loss"] = 5.0 - line["step"] / 1000
     assert tiles(tmp_path, lines) == {
         "steps": ("1,200", ""),
-        "skipped": ("3", "0.2 % of all: 1 searching, 2 after growth"),
+        "skipped": ("3", "0.25 % of all: 1 searching, 2 after growth"),
         "last loss": ("3.801", "5 at first, lowest 3.801"),
         "scale": ("32768", "65536 at first, lowest 32768 (step 0)"),
         "steps a second": ("10", "after the first step; 2 min in all"),

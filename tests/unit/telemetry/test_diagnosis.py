@@ -353,7 +353,7 @@ def test_what_else_the_verdict_says() -> None:
     assert is_well(silent)
     skips = verdict(diagnosed(Course(420, above(8192), unknown, growth_interval=60)))
     searched = "3 while the scale was still being searched for"
-    assert skips.endswith(f"(2.1 %): {searched}, 6 after the scale had grown."), skips
+    assert skips.endswith(f"(2.14 %): {searched}, 6 after the scale had grown."), skips
     plain = Course(7, scaled=False)
     assert verdict(diagnosed(plain)).startswith("7 steps, none skipped. Loss: first 4, ")
     bad = verdict(diagnosed(replace(plain, overflows=lambda i, _: i == 3, loss=unknown)))

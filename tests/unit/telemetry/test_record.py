@@ -40,7 +40,7 @@ FULL = Record(
     overflowed=("b",),
     loss_nonfinite=3,
     first={"where": "forward", "module": "m", "class": "Linear", "micro_batch": 0}
-    | {"input": [-1.0, 2.0], "output": None, "text": "it began"},
+    | {"input": (-1.0, 2.0), "output": None, "text": "it began"},
     time=0.5,
     optimizer_us=1234,
     waited_us=10,

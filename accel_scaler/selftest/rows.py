@@ -85,10 +85,10 @@ def offload(row: str) -> Result:
 def bus(row: str) -> Result:
     """GB/s of copies between host memory and the device, as offload makes them; ranks copy at
     once."""
-    up, down, both, is_pinned = copies(PartialState().device)
-    text = f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}"
+    numbers, is_pinned = copies(PartialState().device)
+    text = "up {up:.1f}, down {down:.1f}, both at once {both:.1f}".format(**numbers)
     text += "" if is_pinned else "; memory that is not pinned"
-    return Result(row, "ok", text, {"up": up, "down": down, "both": both})
+    return Result(row, "ok", text, numbers)
 
 
 def retried(row: str) -> Result:

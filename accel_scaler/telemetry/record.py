@@ -20,9 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-Names = tuple[str, ...]
-"""Names of the parameters whose norms a window has."""
-
 FORMAT = 2
 """Version of the file format; no other one is read."""
 
@@ -65,8 +62,8 @@ class Record:
     loss_nonfinite: int = 0
     """How many losses were inf or NaN, counted after an overflow only; over all ranks where they
     overflowed together."""
-    names: Names = ()
-    """Parameter names in the order of ``norms``; in the file, a line of their own."""
+    names: tuple[str, ...] = ()
+    """Names of the parameters that have ``norms``; in the file, a line of their own."""
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
     in the file, with six digits."""

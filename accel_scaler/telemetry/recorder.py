@@ -106,12 +106,19 @@ class Recorder(Observer):
         )
         self._late_losses = losses if is_late else None
         self._timings += [] if timing is None else [timing]
-        self._add(self._open)
+        self._add()
 
-    def _add(self, record: Record) -> None:
-        self.history.add(record)
+    def _add(self) -> None:
+        """Add the open record, with the times of updates that have ended, or replace it."""
+        assert self._open is not None
+        if timings := [t for t in self._timings if t.finished]:
+            busy = sum(t.busy for t in timings)
+            waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
+            busy_us, waited_us = round(busy * 1e6), round(min(waited, busy) * 1e6)
+            self._open = replace(self._open, optimizer_us=busy_us, waited_us=waited_us)
+        self.history.add(self._open)
         if self.journal is not None:
-            self.journal.add(record)
+            self.journal.add(self._open)
 
     def note(self, logged: Mapping[str, Any]) -> None:
         """Write the values of an evaluation, which their names tell, to the file."""
@@ -120,18 +127,13 @@ class Recorder(Observer):
             self.journal.note({k: v for k, v in known.items() if EVALUATION.match(k)})
 
     def _close_window(self) -> None:
-        """Record the last window, with the loss and the times of updates as known by now."""
-        if (record := self._open) is None:
+        """Add the last window as it is known by now, with a loss from a device."""
+        if self._open is None:
             return
         if self._late_losses is not None:
-            record = replace(record, loss=self._late_losses.total())
-        if timings := [t for t in self._timings if t.finished]:
-            busy = sum(t.busy for t in timings)
-            waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
-            busy_us, waited_us = round(busy * 1e6), round(min(waited, busy) * 1e6)
-            record = replace(record, optimizer_us=busy_us, waited_us=waited_us)
+            self._open = replace(self._open, loss=self._late_losses.total())
+        self._add()
         self._open, self._late_losses, self._timings = None, None, []
-        self._add(record)
 
     def mistake_named(self, text: str) -> None:
         """Let the verdict repeat it, live and from the file."""

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args
 
 from .config_file import read_config
 from .errors import ConfigError, shown
@@ -28,9 +28,6 @@ NONE = ("", "none", "null", "~")
 LOOKS_AFTER = 6
 """Overflows in a row after which a run that asks for nothing is watched. The search for a scale
 ends before, in most sound runs."""
-SET_IN = "ACCELSCALER_SET_IN"
-"""The variable in which ``accel-scaler launch`` says how a run is set: ``flags``, or the path of a
-config file."""
 SWITCHES = dict.fromkeys(("true", "1", "yes", "on"), True)
 SWITCHES |= dict.fromkeys(("false", "0", "no", "off"), False)
 
@@ -192,7 +189,6 @@ class ScalerConfig:
             text. A glob without a match is an error.
         telemetry: JSON-lines file with one record per optimizer step, appended by rank 0; with
             {rank} in the path each rank writes its own. accel-scaler report reads it.
-        underflow_interval: With telemetry: record the largest gradient once in N steps.
         log_values: Whether the Trainer's log and accelerator.log get the scaler's values.
     """
 
@@ -218,7 +214,6 @@ class ScalerConfig:
     heal: bool = setting(False, SWITCH)
     fp32_modules: Sequence[str] = setting((), GLOBS)
     telemetry: os.PathLike[str] | str | None = setting(None, optional(PATH))
-    underflow_interval: int = setting(100, COUNT)
     log_values: bool = setting(True, SWITCH)
 
     def __new__(cls, **fields: Any) -> ScalerConfig:
@@ -281,56 +276,9 @@ class ScalerConfig:
         is_wanted = self.telemetry is not None or self.max_consecutive_skips is not None
         return 1 if is_wanted or self.finds_overflow != "watch" else LOOKS_AFTER
 
-    @staticmethod
-    def arguments() -> type[Any]:
-        """A dataclass for ``transformers.HfArgumentParser``, beside TrainingArguments: a flag for
-        each field, with its help. The parser makes a ScalerConfig of it."""
-        hints, fields = get_type_hints(ScalerConfig), []
-        for name, spec in FIELDS.items():
-            # The parser converts by the type; a text is left to the field's check.
-            kind = hints[name] if hints[name] in (int, float, bool) else str
-            flag = field(default=spec.default, metadata={"help": help_of(name)})
-            fields.append((name, kind, flag))
-        namespace = {"__new__": lambda _, **values: ScalerConfig(**values)}
-        return dataclasses.make_dataclass("ScalerArguments", fields, namespace=namespace)
-
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, in order: also a mapping for ``attach``."""
         return {n: v for n, spec in FIELDS.items() if (v := getattr(self, n)) != spec.default}
-
-
-class StepSettings(TypedDict, total=False):
-    """Fields of a step beside its mode and offload, as keywords of ``AsyncOptimizer``."""
-
-    sharded: bool
-    master_weights: Masters
-    offload_budget: int | str
-
-
-class Settings(StepSettings, total=False):
-    """The fields of :class:`ScalerConfig` as keywords, for editors and type checkers."""
-
-    init_scale: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    enabled: bool
-    min_scale: float | None
-    max_scale: float | None
-    hysteresis: int
-    step_mode: StepMode
-    offload: Offload
-    skip_nonfinite: bool
-    skip_norm_above: float | str | None
-    max_consecutive_skips: int | None
-    on_overflow: OnOverflow
-    growth_headroom: bool
-    find_overflow: Search
-    heal: bool
-    fp32_modules: Sequence[str]
-    telemetry: os.PathLike[str] | str | None
-    underflow_interval: int
-    log_values: bool
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = ScalerConfig.__dataclass_fields__
@@ -396,6 +344,7 @@ RETIRED = {
     "fold_unscale": "drop it, gradients are unscaled in one pass without it",
     "optimizer_threads": "drop it, the optimizer thread takes physical cores / ranks, less one",
     "mode": "write step_mode",
+    "underflow_interval": "drop it, the largest gradient is not recorded any more",
     "step_mode='delayed'": "use offload='cpu' where state does not fit, else 'sync'",
     "step_mode='auto'": "use 'sync', or on a CPU with a core to spare 'overlap'",
 }

@@ -37,15 +37,8 @@ def say(text: str) -> None:
 
 
 def percent(part: float, whole: float) -> str:
-    """``3.2 %``; never ``0 %`` for something, nor ``100 %`` for not all."""
-    if not whole:
-        return "0 %"
-    share = 100 * part / whole
-    if 0 < share < 0.1:
-        return "under 0.1 %"
-    if 99.9 < share < 100:
-        return "over 99.9 %"
-    return f"{share:.1f} %".replace(".0 %", " %")
+    """``3.25 %``: three significant digits."""
+    return f"{100 * part / whole if whole else 0:.3g} %"
 
 
 def number(value: float) -> str:

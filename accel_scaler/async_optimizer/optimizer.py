@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ..config import Offload, StepMode, StepSettings, merge
+from ..config import Offload, StepMode, merge
 from ..devices import warn_where_idle
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
@@ -22,8 +22,8 @@ from .async_stepper import AsyncStepper
 from .pending_parameter import drop_gradients
 from .worker import Worker
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+SETTINGS = ("sharded", "master_weights", "offload_budget")
+"""Fields of ``ScalerConfig`` that it takes, too."""
 
 
 class AsyncOptimizer(Optimizer):
@@ -75,14 +75,14 @@ class AsyncOptimizer(Optimizer):
         scaler: GradScaler | None = None,
         step_mode: StepMode = "overlap",
         offload: Offload = "none",
-        **settings: Unpack[StepSettings],
+        **settings: Any,
     ) -> None:
-        known, given = StepSettings.__annotations__, dict[str, Any](settings)
-        config, _ = merge(("AsyncOptimizer", given | {"step_mode": step_mode, "offload": offload}))
-        if foreign := given.keys() - known:
+        given = settings | {"step_mode": step_mode, "offload": offload}
+        config, _ = merge(("AsyncOptimizer", given))
+        if foreign := settings.keys() - {*SETTINGS}:
             raise ConfigError(
                 f"AsyncOptimizer: got {', '.join(sorted(foreign))}, expected of the settings only "
-                f"{', '.join(known)}. The scale's are arguments of GradScaler."
+                f"{', '.join(SETTINGS)}. The scale's are arguments of GradScaler."
             )
         _check_arguments(type(self).__name__, optimizer, model, scaler)
         # Optimizer.__init__ would make groups of its own; these are the wrapped one's.

@@ -40,7 +40,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         wanted = resolved(*requested(scaler_config, {}))
         super().__init__(*args, **kwargs)
-        attachment = Attachment(self, *wanted, scaler_config is not None)
+        attachment = Attachment(self, *wanted)
         attachment.stock_class = Accelerator
         attachment.install(self)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator
 
@@ -14,19 +14,12 @@ from ..errors import ConfigError, OrderError, UnsupportedError, shown
 from .accelerator import ScaledAccelerator
 from .attachment import Attachment, attachment_of, requested, resolved
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ..config import Settings
-
 T = TypeVar("T")
 
 _scaled_classes: dict[type, type] = {}
 
 
-def attach(
-    target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Unpack[Settings]
-) -> T:
+def attach(target: T, config: ScalerConfig | Mapping[str, Any] | None = None, **settings: Any) -> T:
     """Check each optimizer step of ``target``, in fp16 with a :class:`GradScaler`; returns it.
 
     >>> attach(accelerator)                        # settings of the environment, else defaults
@@ -82,8 +75,7 @@ def attach(
                 "first."
             )
         detach(accelerator)
-    in_code = base is not None or bool(fields)
-    Attachment(accelerator, *resolved(base, fields), in_code).install(accelerator)
+    Attachment(accelerator, *resolved(base, fields)).install(accelerator)
     accelerator.__class__ = scaled_class(type(accelerator), ScaledAccelerator)
     return target
 

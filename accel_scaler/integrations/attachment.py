@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..async_optimizer import Worker
-from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
+from ..config import FIELDS, ScalerConfig, checked, environment, merge
 from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary, ReplicaStepper, master_rule, own_parameters, stepper_of
@@ -34,7 +34,7 @@ from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 TOGETHER = ("find_overflow", "heal", "on_overflow", "growth_headroom")
 """Settings that ranks have to share to explain an overflow together."""
 OF_A_RANK = (
-    *("fp32_modules", "max_consecutive_skips", "telemetry", "underflow_interval", "log_values"),
+    *("fp32_modules", "max_consecutive_skips", "telemetry", "log_values"),
     *TOGETHER,
 )
 """Settings that may differ by rank: no rank waits for another, and steps and scales stay equal."""
@@ -50,7 +50,6 @@ class Attachment:
         requested_config: the settings that ``attach`` was given; ``config`` adds the settings of
             the replaced scaler, as far as the precision allows.
         named: fields that a call or the environment names, which outrank the replaced scaler's.
-        in_code: the script requested settings; else they are from the environment.
 
     Raises as :func:`accel_scaler.attach`; nothing was changed then.
     """
@@ -60,7 +59,6 @@ class Attachment:
         accelerator: Any,
         requested_config: ScalerConfig,
         named: Collection[str],
-        in_code: bool,
     ) -> None:
         refuse_other_scalers(accelerator)
         self.rank: int = accelerator.process_index
@@ -105,7 +103,6 @@ class Attachment:
             "device": self.device.type,
             "device_name": device_name(self.device),
             "precision": str(precision),
-            "set_in": "code" if in_code else os.environ.get(SET_IN, "code"),
             "accelerate": accelerate_version,
             "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
         }

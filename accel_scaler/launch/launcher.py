@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ..config import (
     ENV_PREFIX,
     FIELDS,
-    SET_IN,
     ScalerConfig,
     Source,
     environment,
@@ -39,19 +38,13 @@ from ..config import (
     refuse_retired,
     suggestion,
 )
-from ..config_file import PACKAGE, as_section, find_config, read_config, shipped_configs
+from ..config_file import PACKAGE, as_section, find_config, read_config
 from ..console import plain, say, written
-from ..devices import present_type
-from ..errors import ConfigError, UnsupportedError
-from ..integrations import SCALE_SETTINGS, scaled_elsewhere
-from ..telemetry import path_of, refuse_unwritable
+from ..errors import ConfigError
 from .flags import DEST, USAGE, add_flags, own_parser
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
-USE_CPU = "ACCELERATE_USE_CPU"
-FP16_ONLY = {*SCALE_SETTINGS, "enabled", "growth_headroom"}
-"""Settings that do nothing in other precisions."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -94,28 +87,17 @@ def main(argv: Sequence[str]) -> int:
     args, ours = parse(argv)
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
         config, sources, merged = prepare(args, ours, Path(folder))
-        asked, started = _processes(merged)
-        if started < asked and not args.quiet:
-            text = (
-                f"num_processes is {asked}, but Accelerate starts one process here: only "
-                "--multi_gpu (in a file distributed_type: MULTI_GPU) starts several. On a CPU give "
-                f"that, and set {USE_CPU}=true in the environment, too."
-            )
-            print("accel-scaler: warning:", text, file=sys.stderr)
         if ours.dry_run:
             _say_settings(config, sources, merged)
             return 0
         if not args.quiet:
-            texts: dict[str, list[str]] = {}
-            for name, source in sources.items():
-                texts.setdefault(source, []).append(f"{name}={getattr(config, name)!r}")
-            changed = [f"{', '.join(each)} ({source})" for source, each in texts.items()]
+            changed = [f"{n}={getattr(config, n)!r} ({source})" for n, source in sources.items()]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             what += f"; mixed_precision={merged.mixed_precision!r}"
             what += ". What the script sets itself takes precedence."
             print(plain(f"accel-scaler: {what}"), file=sys.stderr, flush=True)
-        with _environment(config.to_env(sources), _set_in(sources), ours.no_attach):
+        with _environment(config.to_env(sources), ours.no_attach):
             return _run(args)
 
 
@@ -131,43 +113,22 @@ def prepare(
     script = args.training_script
     if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
         raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
-    merged = _merged_by_accelerate(args)
-    if not ours.no_attach:
-        _refuse_unsuitable(merged)
-    # Ranks on other hosts write only to a path with {rank}.
-    if (path := path_of(config, merged.machine_rank or 0)) is not None:
-        refuse_unwritable(path)
-    return config, sources, merged
+    return config, sources, _merged_by_accelerate(args)
 
 
 def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) -> None:
-    """Print the table of a dry run, and the section for a config file. Without a loss scale its
-    settings are left out, but for those that something sets."""
+    """Print the table of a dry run, and the section for a config file."""
     rows = {
         "mixed_precision": (merged.mixed_precision or "no", "Accelerate"),
-        "num_processes": (_processes(merged)[1], "Accelerate"),
+        "num_processes": (merged.num_processes or 1, "Accelerate"),
     }
-    hidden = () if merged.mixed_precision == "fp16" else FP16_ONLY
-    refused = {*SCALE_SETTINGS} & config.changed().keys()
     for name, value in dataclasses.asdict(config).items():
-        source = sources.get(name, "default")
-        if name in hidden:
-            source += "; refused without fp16" if name in refused else "; fp16 only"
-        if name in sources or name not in hidden:
-            rows[name] = value, source
+        rows[name] = value, sources.get(name, "default")
     for name, (value, source) in rows.items():
         say(f"{name:<22} {written(value):<12} {source}")
     if sources:
         given = {name: getattr(config, name) for name in sources}
         say("\nFor a config file:\n" + as_section(given).rstrip())
-
-
-def _processes(merged: Any) -> tuple[int, int]:
-    """How many processes are asked for, and how many Accelerate starts, on all machines."""
-    asked = int(merged.num_processes or 1)  # a file may hold a text
-    several = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
-    is_one = merged.cpu or not any(getattr(merged, flag) for flag in several)
-    return asked, 1 if is_one and merged.mpirun_hostfile is None else asked
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
@@ -179,10 +140,6 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     else:
         return []
     section, rest = read_config(path)
-    if not path.stat().st_size:
-        raise ConfigError(
-            f"{path}: the file is empty. First: accelerate config --config_file {path}"
-        )
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")
@@ -205,46 +162,15 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
     return merged
 
 
-def _refuse_unsuitable(merged: Any) -> None:
-    """Raise ``UnsupportedError`` for FSDP that Accelerate would leave out, and other scalers."""
-    ranks, present = str(merged.num_processes or 1), present_type()  # a file may hold a text
-    reasons = {
-        "use_cpu": merged.cpu or merged.use_cpu,
-        USE_CPU: os.environ.get(USE_CPU, "").lower() in ("y", "yes", "t", "true", "on", "1"),
-        f"this machine has {present} only": present in ("cpu", "mps"),
-    }
-    why = next(filter(reasons.get, reasons), None)
-    if merged.use_fsdp and ranks != "1" and why is not None:
-        raise UnsupportedError(
-            f"got FSDP with num_processes={ranks} without GPUs ({why}): Accelerate shards nothing "
-            f"there; each process would hold the whole model, and without {USE_CPU}=true train "
-            "alone. Take out what forbids GPUs, or give --num_processes 1; for DDP on a CPU give "
-            "--multi_gpu, with that variable."
-        )
-    kinds = {"use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
-    for flag, kind in kinds.items():
-        if getattr(merged, flag) and not merged.cpu:
-            raise UnsupportedError(
-                f"nothing can be attached: {scaled_elsewhere(kind)}. Add --no_attach, or use "
-                "`accelerate launch`."
-            )
-
-
-def _set_in(sources: Mapping[str, str]) -> str:
-    """The place to change a setting of this launch: ``flags``, or a file outside the package."""
-    files = {*sources.values()} - shipped_configs().keys()
-    return "flags" if "command line" in files else min(files - {"environment"}, default="flags")
-
-
 @contextmanager
-def _environment(settings: dict[str, str], set_in: str, is_off: bool) -> Iterator[None]:
+def _environment(settings: dict[str, str], is_off: bool) -> Iterator[None]:
     """In the block the environment is the one for the ranks."""
     kept = {key: os.environ[key] for key in os.environ if not key.startswith(ENV_PREFIX)}
     entries = kept["PYTHONPATH"].split(os.pathsep) if kept.get("PYTHONPATH") else []
     entries = [entry for entry in entries if entry != STARTUP]  # a launched script may launch
     path = os.pathsep.join(entries if is_off else [STARTUP, *entries])
     with clear_environment():
-        os.environ.update(kept | settings | {SET_IN: set_in, "PYTHONPATH": path})
+        os.environ.update(kept | settings | {"PYTHONPATH": path})
         yield
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..console import counted
-from ..telemetry import LARGEST
 from .reader import Run
 
 Numbers = list[float | None]
-MAX_RATES = 4
-"""Parameter groups whose learning rates are drawn."""
+Style = Literal["", "steps", "dashed"]
+Edge = Literal["top", "bottom"]
 MAX_DRAWN = 1e24
 """Larger numbers are drawn at this height: uPlot makes no axis for much larger ones."""
 WIDE = 10.0
@@ -22,29 +21,26 @@ WIDE = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One number for each bin; None where a bin has no number."""
+    """One number for each step; None where it has none."""
 
     label: str
     y: Numbers
     hue: str = "line-0"
     """The name of a colour in ``page.css``."""
-    low: Numbers = field(default_factory=list)
-    """The least number of each bin; empty where a bin is a single window."""
-    high: Numbers = field(default_factory=list)
-    style: Literal["", "steps", "dashed"] = ""
-    """``"steps"``: a bin's number holds until the next bin."""
+    style: Style = ""
+    """``"steps"``: a number holds until the next one."""
     gaps: list[int] = field(default_factory=list)
-    """Indices of the bins in which all numbers were inf or NaN: the line stops there."""
+    """Places of numbers that were inf or NaN: the line stops there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The indices of the bins in which something happened."""
+    """The places of steps in which something happened."""
 
     label: str
-    bins: list[int]
+    places: list[int]
     hue: str = "bad"
-    edge: Literal["top", "bottom"] = "top"
+    edge: Edge = "top"
     """At the top of the chart marks are triangles, at the bottom ticks."""
 
 
@@ -62,20 +58,34 @@ class Chart:
 
 def charts(run: Run) -> list[Chart]:
     """Every chart for which there is data, in the order of the page."""
-    skipped = _marks(run, "skipped", counted(run.skips, "skipped step"), edge="bottom")
-    spiked = _marks(run, "spike", counted(run.kinds["spike"], "skipped spike"), "warn")
-    retried = _marks(run, "retried", f"{counted(run.retried, 'step')} run again", "warn")
-    bad_loss, bad_norm = (_marks(run, name, "inf or NaN", of="bad") for name in ("loss", "norm"))
-    if norm := _lines(run, "norm", "norm", is_log=True):
-        norm += _limit("clipped above", [mean.last for mean in run.bins.means("limit")])
-    if largest := _lines(run, "largest", "largest gradient", is_log=True):
-        largest += _limit("end of float16", [LARGEST] * len(run.bins.ends))
+
+    def line(
+        name: str, label: str, hue: str = "line-0", is_log: bool = False, style: Style = ""
+    ) -> list[Line]:
+        """A line of these numbers; none where there are none to draw."""
+        values = run.series[name]
+        y = [_drawable(value, is_log) for value in values]
+        return [Line(label, y, hue, style, _bad(values))] if any(v is not None for v in y) else []
+
+    def marks(name: str, label: str, hue: str = "bad", edge: Edge = "top") -> list[Marks]:
+        found = [place for place, value in enumerate(run.series[name]) if value is not None]
+        return [Marks(label, found, hue, edge)] if found else []
+
+    def bad(name: str) -> list[Marks]:
+        found = _bad(run.series[name])
+        return [Marks("inf or NaN", found)] if found else []
+
+    skipped = marks("skipped", counted(run.skips, "skipped step"), edge="bottom")
+    spiked = marks("spike", counted(run.kinds["spike"], "skipped spike"), "warn")
+    retried = marks("retried", f"{counted(run.retried, 'step')} run again", "warn")
+    if norm := line("norm", "norm", is_log=True):
+        norm += line("limit", "clipped above", "ink", is_log=True, style="dashed")
     hides = run.hidden > 0
-    if times := _lines(run, "seconds", "whole step (ms)", "ink", unit=1e3):
-        times += _lines(run, "update", "optimizer's update (ms)", "optimizer", unit=1e3)
-        times += _lines(run, "waited", "waiting for it (ms)", "wait", unit=1e3) if hides else []
-    loss = run.bins.of_all("loss")
-    is_wide = loss.low > 0 and loss.high > WIDE * loss.low
+    if times := line("ms", "whole step (ms)", "ink"):
+        times += line("update", "optimizer's update (ms)", "optimizer")
+        times += line("waited", "waiting for it (ms)", "wait") if hides else []
+    losses = run.finite("loss")
+    is_wide = min(losses, default=0.0) > 0 and max(losses) > WIDE * min(losses)
     found = [
         Chart(
             "loss",
@@ -83,8 +93,8 @@ def charts(run: Run) -> list[Chart]:
             "The training loss of each step, as it was given to backward (the mean of its "
             "micro-batches, on this rank). Where a step was skipped its batch trained nothing.",
             "log" if is_wide else "linear",
-            _lines(run, "loss", "loss"),
-            skipped + bad_loss + spiked,
+            line("loss", "loss"),
+            skipped + bad("loss") + spiked,
         ),
         Chart(
             "scale",
@@ -92,7 +102,7 @@ def charts(run: Run) -> list[Chart]:
             "The factor on the loss. It halves when a step overflows, and that step is skipped "
             "or run again; after growth_interval steps without overflow it doubles.",
             "log2",
-            _lines(run, "scale", "scale", is_log=True) if run.is_scaled else [],
+            line("scale", "scale", is_log=True, style="steps") if run.is_scaled else [],
             skipped + retried,
         ),
         Chart(
@@ -101,14 +111,15 @@ def charts(run: Run) -> list[Chart]:
             "The norm of the whole gradient, as the optimizer would get it without clipping.",
             "log",
             norm,
-            bad_norm + spiked,
+            bad("norm") + spiked,
         ),
         Chart(
             "lr",
             "Learning rate",
-            "The rate that the optimizer used. A schedule does not move at a skipped step.",
+            "The rate that the optimizer used for its first group of parameters. A schedule does "
+            "not move at a skipped step.",
             "linear",
-            _rates(run),
+            line("lr", "learning rate"),
         ),
         Chart(
             "time",
@@ -119,15 +130,6 @@ def charts(run: Run) -> list[Chart]:
             + ".",
             "linear",
             times,
-        ),
-        Chart(
-            "largest",
-            "Headroom: the largest scaled gradient",
-            "The largest element of the parameters' gradients, multiplied by the scale. How often "
-            "it can double before it reaches float16's largest number is the headroom. Gradients "
-            "that are added up in float32 may lie above that number.",
-            "log",
-            largest,
         ),
     ]
     return [chart for chart in found if chart.lines]
@@ -142,53 +144,6 @@ def _drawable(value: float | None, is_log: bool = False) -> float | None:
     return value if value == int(value) and abs(value) < 2.0**53 else float(f"{value:.6g}")
 
 
-def _lines(
-    run: Run, name: str, label: str, hue: str = "line-0", is_log: bool = False, unit: float = 1.0
-) -> list[Line]:
-    """A line of the bins' means, of a scale's last numbers, times ``unit``; no line where there are
-    no numbers."""
-    means, is_scale = run.bins.means(name), name == "scale"
-
-    def drawn(values: Numbers) -> Numbers:
-        return [None if v is None else _drawable(v * unit, is_log) for v in values]
-
-    y, low, high = drawn([m.last if is_scale else m.middle for m in means]), [], []
-    if all(value is None for value in y):
-        return []
-    if run.bins.width > 1:
-        low = drawn([m.low if m.count else None for m in means])
-        high = drawn([m.high if m.count else None for m in means])
-    gaps = [index for index, mean in enumerate(means) if mean.bad and not mean.count]
-    return [Line(label, y, hue, low, high, "steps" if is_scale else "", gaps)]
-
-
-def _limit(label: str, values: Sequence[float | None]) -> list[Line]:
-    y = [_drawable(value, is_log=True) for value in values]
-    return [] if all(value is None for value in y) else [Line(label, y, "ink", style="dashed")]
-
-
-def _marks(
-    run: Run,
-    name: str,
-    label: str,
-    hue: str = "bad",
-    edge: Literal["top", "bottom"] = "top",
-    of: Literal["count", "bad"] = "count",
-) -> list[Marks]:
-    """Mark the bins in which a series has numbers, or bad ones; nothing where there are none."""
-    bins = [index for index, mean in enumerate(run.bins.means(name)) if getattr(mean, of)]
-    return [Marks(label, bins, hue, edge)] if bins else []
-
-
-def _rates(run: Run) -> list[Line]:
-    """The learning rate of each group; groups with equal rates share a line."""
-    seen: dict[tuple[float | None, ...], list[str]] = {}
-    for group in range(MAX_RATES):
-        each = (dict(enumerate(run.bins.lr[last])) for _, last in run.bins.ends)
-        rates = tuple(_drawable(found.get(group)) for found in each)
-        if any(rate is not None for rate in rates):
-            seen.setdefault(rates, []).append(str(group))
-    return [
-        Line(f"group {', '.join(groups)}" if len(seen) > 1 else "learning rate", [*y], f"line-{n}")
-        for n, (y, groups) in enumerate(seen.items())
-    ]
+def _bad(values: Iterable[float | None]) -> list[int]:
+    """The places of inf and NaN."""
+    return [at for at, value in enumerate(values) if value is not None and not math.isfinite(value)]

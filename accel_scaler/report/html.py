@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cache
@@ -26,14 +26,12 @@ WORDS = {"bad": "Problem", "warn": "Look", "note": "Note", "good": "Fine"}
 def html_page(run: Run) -> str:
     """The whole page. All text is escaped; the browser runs the package's own script alone."""
     found = charts(run)
-    body = [_verdict(run), _tiles(run)]
-    others = [chart for chart in found if chart.name != "loss"]
-    body += [_charts(run, [chart for chart in found if chart.name == "loss"])]
+    body = [_verdict(run), _tiles(run), _charts(each for each in found if each.name == "loss")]
     body += ["<h2>Findings</h2>", _findings(run)]
     if run.windows:
-        body += ["<h2>Charts</h2>", _charts(run, others), _modules(run)]
+        body += ["<h2>Charts</h2>", _charts(each for each in found if each.name != "loss")]
     rows = {each.name: each.value + f"; {each.more}" * bool(each.more) for each in key_numbers(run)}
-    body += ["<h2>In numbers</h2>", _table("", rows)]
+    body += ["<h2>In numbers</h2>", _table(rows)]
     body += ["<h2>Settings and versions</h2>", _settings(run)]
     style = _asset("uPlot.min.css") + "\n" + _asset("page.css")
     script = _asset("uPlot.iife.min.js") + "\n" + _asset("page.js")
@@ -51,10 +49,8 @@ def html_page(run: Run) -> str:
 def page_data(run: Run, charts: Sequence[Chart]) -> str:
     """The script's data as JSON that stands safely inside a ``<script>``: ASCII, without ``<``,
     ``>`` and ``&``."""
-    x, ends = run.bins.x, run.bins.ends
     data = {
-        "x": [x[first] for first, _ in ends],
-        "last": [x[last] for _, last in ends],
+        "x": run.x,
         "sessions": [session.first_x for session in run.sessions],
         "charts": [asdict(chart) for chart in charts],
     }
@@ -102,52 +98,32 @@ def _findings(run: Run) -> str:
     return f'<ul class="findings">{"".join(rows)}</ul>'
 
 
-def _charts(run: Run, charts: Sequence[Chart]) -> str:
-    figures = []
-    for chart in charts:
-        caption = chart.caption
-        if any(line.low for line in chart.lines):
-            what = "last" if chart.name == "scale" else "mean"
-            caption += f" A point is the {what} of {run.bins.width} steps, the band their range."
-        figures.append(
-            f'<figure class="card" id="chart-{chart.name}"><h3>{chart.title}</h3>'
-            f'<div class="readout"></div><div class="plot" role="group" aria-label="{chart.title}">'
-            f"</div><figcaption>{caption}</figcaption></figure>"
-        )
+def _charts(charts: Iterable[Chart]) -> str:
+    figures = (
+        f'<figure class="card" id="chart-{chart.name}"><h3>{chart.title}</h3>'
+        f'<div class="readout"></div><div class="plot" role="group" aria-label="{chart.title}">'
+        f"</div><figcaption>{chart.caption}</figcaption></figure>"
+        for chart in charts
+    )
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _modules(run: Run) -> str:
-    """The modules with the largest norms, and the modules with the most overflows, and when."""
-    largest = run.modules.most(lambda module: module.largest)
-    norms = {name: f"{each.largest:.3g} ({run.place(each.largest_x)})" for name, each in largest}
-    most_bad = run.modules.most(lambda module: module.bad)
-    bad = {name: f"{each.bad:,} (first: {run.place(each.first_bad)})" for name, each in most_bad}
-    tables = [_table("largest gradient norm", norms)] * bool(norms)
-    tables += [_table("steps with inf or NaN", bad)] * bool(bad)
-    return "<h2>Modules</h2>" + _cards(tables) if tables else ""
-
-
-def _cards(tables: Sequence[str]) -> str:
-    cards = "".join(f'<div class="card">{table}</div>' for table in tables)
-    return f'<div class="tables">{cards}</div>'
-
-
-def _table(label: str, rows: Mapping[str, Any], marked: Collection[str] = ()) -> str:
-    """A table of names and values, in which the names in ``marked`` stand out."""
-    lines = [f"<tr><th></th><th>{escape(label)}</th></tr>"] if label else []
-    for name, value in rows.items():
-        other = ' class="other"' if name in marked else ""
-        lines.append(f"<tr{other}><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>")
+def _table(rows: Mapping[str, Any]) -> str:
+    lines = [
+        f"<tr><td>{escape(name)}</td><td>{escape(written(value))}</td></tr>"
+        for name, value in rows.items()
+    ]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def _settings(run: Run) -> str:
-    """Two tables: the run with its versions, and its settings."""
+    """Two tables: the run with its versions, and the settings other than their defaults."""
     last = run.sessions[-1].start if run.sessions else Start()
     where, known = {"file": run.path}, dict(last.facts)
     if "unix_time" in known:
         started = datetime.fromtimestamp(known.pop("unix_time"), timezone.utc)
         where["started"] = f"{started:%Y-%m-%d %H:%M} UTC"
-    tables = _table("", where | known), _table("", last.settings, last.changed)
-    return f'<p class="soft">Marked: not the default.</p>{_cards(tables)}'
+    changed = {name: last.settings.get(name) for name in last.changed}
+    tables = _table(where | known), _table(changed or {"settings": "defaults"})
+    cards = "".join(f'<div class="card">{table}</div>' for table in tables)
+    return f'<div class="tables">{cards}</div>'

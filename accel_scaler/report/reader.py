@@ -1,15 +1,16 @@
-"""Reads a telemetry file, also one that a crash has cut off: the diagnosis, and samples."""
+"""Reads a telemetry file, also one that a crash has cut off: the diagnosis, and its numbers."""
 
 from __future__ import annotations
 
+import math
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import NoReturn
 
 from ..console import plain
 from ..errors import ConfigError
 from ..telemetry import FORMAT, BrokenLineError, Diagnosis, End, Noted, Record, Start, decode
-from .samples import Bins, Modules
 
 
 class Run(Diagnosis):
@@ -18,24 +19,19 @@ class Run(Diagnosis):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        self.names: tuple[str, ...] = ()
-        """The names of the parameters whose norms follow; empty if their line was lost."""
-        self.bins = Bins()
-        self.modules = Modules()
+        self.x: list[int] = []
+        """The number of each window over all sessions."""
+        self.series: defaultdict[str, list[float | None]] = defaultdict(list)
+        """Numbers of each window by their names, as the file has them; None where it has none."""
         self.noted: dict[str, list[float]] = {}
         """Numbers that belong to no window."""
         self.lines = self.broken = 0
-        self.broken_first: tuple[int, str] | None = None
-        self.left_out = 0
-        """How many sessions trained nothing and have other sessions behind them."""
 
     def begin(self, start: Start) -> None:
         """Begin a session. Earlier sessions that trained nothing are left out: the new one may be
         their cure, and is to be judged by itself."""
         if self.windows == self.skips > 0 and not self.healed:
-            kept = self.lines, self.broken, self.broken_first, self.left_out + len(self.sessions)
             Run.__init__(self, self.path)
-            self.lines, self.broken, self.broken_first, self.left_out = kept
         super().begin(start)
 
     def add(self, record: Record) -> None:
@@ -43,15 +39,33 @@ class Run(Diagnosis):
         session = self.sessions[-1]
         seconds = max(record.time - session.seconds, 0.0) if session.last_step >= 0 else None
         super().add(record)
-        self.bins.include(self.last_x, record, seconds)
-        if record.names and record.norms:
-            self.modules.include(self.last_x, record)
+        self.x.append(self.last_x)
+        numbers = {
+            "loss": record.loss,
+            "scale": record.scale,
+            "norm": record.grad_norm,
+            "limit": record.max_norm,
+            "clip": record.clip_coefficient,
+            "lr": record.lr[0] if record.lr else None,
+            "skipped": record.scale if record.skipped else None,
+            "spike": record.grad_norm if record.spike and not record.found_inf else None,
+            "retried": record.first_scale if record.retries and not record.skipped else None,
+            "ms": None if seconds is None else seconds * 1e3,
+            "update": None if record.optimizer_us is None else record.optimizer_us / 1e3,
+            "waited": None if record.waited_us is None else record.waited_us / 1e3,
+        }
+        for name, value in numbers.items():
+            self.series[name].append(value)
 
     def note(self, found: Noted) -> None:
         """Add numbers that belong to no window, or a mistake."""
         self.add_mistake(found.mistake)
         for name, value in found.values.items():
             self.noted.setdefault(name, []).append(value)
+
+    def finite(self, name: str) -> list[float]:
+        """The finite numbers of a series."""
+        return [v for v in self.series[name] if v is not None and math.isfinite(v)]
 
     @property
     def label(self) -> str:
@@ -62,15 +76,8 @@ class Run(Diagnosis):
 
     @property
     def hidden(self) -> float:
-        """Seconds of the updates for which the training thread did not wait."""
-        return self.bins.of_all("update").total - self.bins.of_all("waited").total
-
-    @property
-    def windows_per_second(self) -> float | None:
-        """The speed of the last session without its first window; None if it has no second one."""
-        first_x = self.sessions[-1].first_x if self.sessions else 0
-        seconds = self.bins.of_all("seconds", first_x)
-        return seconds.count / seconds.total if seconds.total > 0 else None
+        """Milliseconds of the updates for which the training thread did not wait."""
+        return sum(self.finite("update")) - sum(self.finite("waited"))
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -96,14 +103,13 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 def _read_line(run: Run, number: int, line: bytes) -> None:
     run.lines += 1
     try:
-        found = decode(line, run.names)
+        found = decode(line)
         if isinstance(found, Start):
             if found.format != FORMAT:
                 raise ConfigError(
                     f"{run.path}, line {number}: telemetry of format {found.format}; this version "
                     f"reads {FORMAT}. Use the version of accel_scaler that wrote it."
                 )
-            run.names = ()
             run.begin(found)
         elif not run.sessions:
             _refuse(run, number, "another line first")
@@ -111,8 +117,6 @@ def _read_line(run: Run, number: int, line: bytes) -> None:
             if found.index <= (last := run.sessions[-1].last_step):
                 raise BrokenLineError(f"step {found.index} after step {last}")
             run.add(found)
-        elif isinstance(found, tuple):
-            run.names = found
         elif isinstance(found, Noted):
             run.note(found)
         elif isinstance(found, End):
@@ -121,8 +125,6 @@ def _read_line(run: Run, number: int, line: bytes) -> None:
         if not run.sessions:
             _refuse(run, number, str(error))
         run.broken += 1
-        run.broken_first = run.broken_first or (number, str(error))
-        run.names = ()  # the line may have held others
 
 
 def _refuse(run: Run, number: int, found: str) -> NoReturn:

@@ -6,58 +6,24 @@ import math
 from typing import NamedTuple
 
 from ..console import counted, number, percent
-from ..telemetry import Finding, as_set, diagnose, ending, headroom, verdict
+from ..telemetry import Finding, diagnose, ending, verdict
 from .reader import Run
-from .samples import Mean, mean_of
 
-LITTLE_HIDDEN = 0.5
 NONE = "\u2013"
 TILES = 6
 """The first key numbers are the tiles of the page."""
-NAMES = {
-    "parameters_trained": "parameters trained",
-    "parameter_bytes": "memory of the parameters",
-    "device_peak_bytes": "peak memory, device",
-    "host_peak_bytes": "peak memory, host",
-}
-"""Numbers that the recorder notes itself; metrics keep the names that the script gives them."""
 
 
 def find(run: Run) -> list[Finding]:
     """Every finding of the diagnosis, and those that only the file shows; bad ones first."""
-    return diagnose(run, ending(run), waiting(run), broken_lines(run), left_out(run))
-
-
-def waiting(run: Run) -> Finding | None:
-    modes = {session.start.settings.get("step_mode") for session in run.sessions}
-    update, waited = run.bins.of_all("update").total, run.bins.of_all("waited").total
-    if "overlap" not in modes or run.hidden >= LITTLE_HIDDEN * update:
-        return None
-    return Finding(
-        "warn",
-        f"Only {percent(run.hidden, update)} of the optimizer's time was hidden: the training "
-        f"thread waited {waited:.3g} s in all.",
-        "There is too little work to hide it behind, or no core is free for it: lower "
-        f"OMP_NUM_THREADS, or go back to {as_set(run, 'step_mode', 'sync')}.",
-    )
+    return diagnose(run, ending(run), broken_lines(run))
 
 
 def broken_lines(run: Run) -> Finding | None:
-    if run.broken_first is None:
+    if not run.broken:
         return None
-    line, why = run.broken_first
-    return Finding(
-        "note",
-        f"{run.broken} of {counted(run.lines, 'line')} could not be read and were left out (the "
-        f"first is line {line}: {why}).",
-    )
-
-
-def left_out(run: Run) -> Finding | None:
-    if not run.left_out:
-        return None
-    sessions = counted(run.left_out, "earlier session")
-    return Finding("note", f"Left out: {sessions} of this file that trained nothing.")
+    lines = counted(run.lines, "line")
+    return Finding("note", f"{run.broken} of {lines} could not be read and were left out.")
 
 
 class KeyNumber(NamedTuple):
@@ -75,11 +41,11 @@ def key_numbers(run: Run) -> list[KeyNumber]:
     kinds = ", ".join(f"{count} {names.get(kind, kind)}" for kind, count in run.kinds.items())
     share = f"{percent(run.skips, run.windows)} of all" + f": {kinds}" * bool(kinds)
     hidden = KeyNumber("optimizer hidden", NONE, "no times in the file" if run.windows else "")
-    if (update := run.bins.of_all("update")).total:
-        each = f"{update.total / update.count * 1e3:.3g} ms"
+    if sum(update := run.finite("update")):
+        each = f"{sum(update) / len(update):.3g} ms"
         hidden = KeyNumber("optimizer's update", each, "on average")
         if run.hidden > 0:
-            part = percent(run.hidden, update.total)
+            part = percent(run.hidden, sum(update))
             hidden = KeyNumber("optimizer hidden", part, f"of {each} an update")
     found = [
         KeyNumber("steps", f"{run.windows:,}", sessions),
@@ -93,20 +59,13 @@ def key_numbers(run: Run) -> list[KeyNumber]:
         norm, x = run.highest
         found.append(KeyNumber("largest finite norm", f"{norm:.3g}", run.place(x)))
     if run.retried:
-        more = f"{run.retry_seconds:.3g} s; not skipped"
-        found.append(KeyNumber("overflowed, ran again", f"{run.retried:,}", more))
-    if (clipped := run.bins.of_all("clipped")).count:
-        found.append(KeyNumber("clipped", percent(clipped.total, clipped.count)))
-    if run.largest is not None:
-        largest, x = run.largest
-        room = headroom(largest * run.last_scale)
-        # Below 0 float32 has added up more than float16 holds.
-        text = f"{max(room, 0.0):.1f} doublings" if room < math.inf else "no gradient is above 0"
-        found.append(KeyNumber("headroom", text, f"measured at {run.place(x)}"))
-    return found + [_noted(name, mean_of(values)) for name, values in run.noted.items()]
+        found.append(KeyNumber("overflowed, ran again", f"{run.retried:,}", "not skipped"))
+    if clips := run.finite("clip"):
+        found.append(KeyNumber("clipped", percent(sum(c < 1 for c in clips), len(clips))))
+    return found + [_noted(name, values) for name, values in run.noted.items()]
 
 
-def _noted(name: str, mean: Mean) -> KeyNumber:
+def _noted(name: str, values: list[float]) -> KeyNumber:
     """The last value of a number that belongs to no window, and the range of several values."""
 
     def text(value: float) -> str:
@@ -114,21 +73,19 @@ def _noted(name: str, mean: Mean) -> KeyNumber:
             return f"{value / 1e6:,.1f} MB"
         return f"{value:,.0f}" if 1e4 < value < 2.0**53 else number(value)
 
-    low, high = text(mean.low), text(mean.high)
-    return KeyNumber(
-        NAMES.get(name, name),
-        text(mean.last or 0.0),
-        f"lowest {low}, highest {high}" * (low != high and mean.count > 1),
-    )
+    known = [value for value in values if math.isfinite(value)] or values
+    low, high = text(min(known)), text(max(known))
+    more = f"lowest {low}, highest {high}" if low != high else ""
+    return KeyNumber(name, text(values[-1]), more)
 
 
 def _loss(run: Run) -> KeyNumber:
-    losses = run.bins.of_all("loss")
-    if losses.last is None:
+    losses = [loss for loss in run.series["loss"] if loss is not None]
+    if not losses:
         return KeyNumber("last loss", NONE, "not recorded" if run.windows else "")
-    first = next((m.middle for m in run.bins.means("loss") if m.middle is not None), None)
-    more = "" if first is None else f"{first:.4g} at first, lowest {losses.low:.4g}"
-    return KeyNumber("last loss", f"{losses.last:.4g}", more)
+    finite = run.finite("loss")
+    more = f"{finite[0]:.4g} at first, lowest {min(finite):.4g}" if finite else ""
+    return KeyNumber("last loss", f"{losses[-1]:.4g}", more)
 
 
 def _scale(run: Run) -> KeyNumber:
@@ -140,12 +97,12 @@ def _scale(run: Run) -> KeyNumber:
 
 
 def _speed(run: Run) -> KeyNumber:
-    if (speed := run.windows_per_second) is None:
+    if not sum(times := run.finite("ms")):
         return KeyNumber("steps a second", NONE)
     seconds = sum(session.seconds for session in run.sessions)
     text = f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    which = "after the first step" + " of the last session" * (len(run.sessions) > 1)
-    return KeyNumber("steps a second", f"{speed:.3g}", f"{which}; {text} in all")
+    speed = len(times) / sum(times) * 1e3
+    return KeyNumber("steps a second", f"{speed:.3g}", f"after the first step; {text} in all")
 
 
 def in_words(run: Run) -> str:

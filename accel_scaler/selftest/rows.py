@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import textwrap
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import ne
@@ -15,14 +12,14 @@ from typing import Literal
 import accelerate
 import torch
 from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
 
-from ..console import number, plain, say
+from ..console import number, say
 from ..devices import device_name, is_host, present_type, total_memory
 from ..errors import ConfigError, UnsupportedError
-from .bus import copies, tflops
+from .bus import copies
 from .sizes import WIDTH
-from .training import WINDOWS, Case, Seen, Window, joined, reference, trained
+from .training import Case, Seen, Window, joined, reference, trained
 
 CASES = {
     "sync is torch's": Case({}),
@@ -34,30 +31,23 @@ LARGE = 2048, 3072
 """Widths of a model whose state passes through the device in seven stretches."""
 LINE = "{:<25}  {:<7}  {}".format
 RESULT_WIDTH = WIDTH - len(LINE("", "", ""))
-OFFLOAD, BUS, PRODUCTS = (
-    *("offload equals no offload", "GB/s of offload's copies", "TFLOP/s of products"),
-)
+OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
 NOTHING_TO_MOVE = "no accelerator: state is in host memory anyway"
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row; ``"not run"``: for this ``reason`` the row says nothing about this machine."""
+    """One row; ``"not run"``: it says nothing about this machine, for the reason in ``text``."""
 
     row: str
     status: Literal["ok", "failed", "not run"]
-    got: str = ""
-    expected: str = ""
-    reason: str = ""
+    text: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     """What the row has measured."""
 
     def lines(self) -> Iterator[str]:
-        """The row as it is printed; ``expected`` only where it differs."""
-        differs = self.expected not in ("", self.got)
-        parts = [self.got, f"expected {self.expected}" * differs, self.reason]
-        texts = [text for part in parts for text in textwrap.wrap(part, RESULT_WIDTH)]
-        for at, text in enumerate(texts or [""]):
+        """The row as it is printed."""
+        for at, text in enumerate(textwrap.wrap(self.text, RESULT_WIDTH) or [""]):
             yield LINE(*("", "") if at else (self.row, self.status), text).rstrip()
 
 
@@ -67,24 +57,15 @@ def compare(row: str, got: Seen, expected: Seen) -> Result:
         names = [name for name, *both in zip(Window._fields, *pair, strict=True) if ne(*both)]
         if names:
             told = [", ".join(f"{name} {getattr(each, name)}" for name in names) for each in pair]
-            return Result(row, "failed", f"step {at}: {told[0]}", f"step {at}: {told[1]}")
+            return Result(row, "failed", f"step {at}: {told[0]}; expected {told[1]}")
     for name in ("weights", "state"):
         mine, plain = getattr(got, name), getattr(expected, name)
         if not mine.equal(plain):
             many, most = int((mine != plain).sum()), float((mine - plain).abs().max())
-            reason = f"{many} of {len(plain)} differ, by up to {most:.2g}"
-            texts = (f"{name} {_digest(mine)}", f"{name} {_digest(plain)}")
-            return Result(row, "failed", texts[0], texts[1], reason)
-    return Result(row, "ok", _summary(got), _summary(expected))
-
-
-def _summary(seen: Seen) -> str:
-    skips, scale = sum(window.skipped for window in seen.windows), number(seen.windows[-1].scale)
-    return f"{skips} of {len(seen.windows)} skipped, scale {scale}, weights {_digest(seen.weights)}"
-
-
-def _digest(t: torch.Tensor) -> str:
-    return f"{zlib.crc32(t.numpy().tobytes()):08x}"
+            text = f"{name}: {many} of {len(plain)} differ, by up to {most:.2g}"
+            return Result(row, "failed", text)
+    skips, scale = sum(window.skipped for window in got.windows), number(got.windows[-1].scale)
+    return Result(row, "ok", f"{skips} of {len(got.windows)} skipped, scale {scale}")
 
 
 def beside_plain_torch(row: str) -> Result:
@@ -97,38 +78,17 @@ def offload(row: str) -> Result:
         case = Case({"offload": "cpu"}, True, weights, LARGE)
         found = compare(row, trained(case), trained(case._replace(settings={})))
         if found.status == "failed":
-            return replace(found, reason=f"{weights}: {found.reason}")
+            return replace(found, text=f"{weights}: {found.text}")
     return found
 
 
 def bus(row: str) -> Result:
     """GB/s of copies between host memory and the device, as offload makes them; ranks copy at
     once."""
-    up, down, both, is_pinned = copies(PartialState().device)
-    return Result(
-        row,
-        "ok",
-        f"up {up:.1f}, down {down:.1f}, both at once {both:.1f}",
-        reason="" if is_pinned else "memory that is not pinned",
-        numbers={"up": up, "down": down, "both": both},
-    )
-
-
-def product(row: str) -> Result:
-    """TFLOP/s of the device."""
-    found = tflops(PartialState().device)
-    return Result(row, "ok", f"{found:.3g}, float16", numbers={"tflops": found})
-
-
-def resume(row: str) -> Result:
-    """A run saved half-way and continued by another, beside a run without interruption."""
-    case = CASES["overlap is torch's"]
-    with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
-        shared = broadcast_object_list([folder])[0]
-        first = trained(case, range(WINDOWS // 2), save=shared)
-        rest = trained(case, range(WINDOWS // 2, WINDOWS), load=shared)
-        PartialState().wait_for_everyone()
-    return compare(row, rest._replace(windows=first.windows + rest.windows), trained(case))
+    numbers, is_pinned = copies(PartialState().device)
+    text = "up {up:.1f}, down {down:.1f}, both at once {both:.1f}".format(**numbers)
+    text += "" if is_pinned else "; memory that is not pinned"
+    return Result(row, "ok", text, numbers)
 
 
 def retried(row: str) -> Result:
@@ -138,15 +98,14 @@ def retried(row: str) -> Result:
         seen._replace(windows=[window._replace(scale=1.0) for window in seen.windows])
         for seen in map(trained, (Case({"on_overflow": "retry", "init_scale": 2.0**24}), Case({})))
     )
-    found = compare(row, got, expected)
-    return replace(found, reason=found.reason or "the one skip: a loss of inf, at any scale")
+    return compare(row, got, expected)
 
 
 def ranks(row: str) -> Result:
     """Each rank has its own data, and only the last rank overflows: all skip, and stay equal."""
     every = gather_object([trained(CASES["overlap is torch's"])])
     if len(every) == 1:
-        return Result(row, "not run", reason="one process; --num_processes 2 runs it")
+        return Result(row, "not run", "one process; --help says how to start two")
     results = [compare(row, each, every[0]) for each in every]
     return next((each for each in results if each.status == "failed"), results[0])
 
@@ -156,18 +115,17 @@ ROWS: dict[str, Callable[[str], Result]] = {
     OFFLOAD: offload,
     BUS: bus,
     "retry loses no batch": retried,
-    "save and resume": resume,
     "ranks agree": ranks,
 }
-SIZING: dict[str, Callable[[str], Result]] = {BUS: bus, PRODUCTS: product}
-"""The rows from which :mod:`.sizes` says what offload costs."""
+SIZING: dict[str, Callable[[str], Result]] = {BUS: bus}
+"""The row from which :mod:`.sizes` says what offload costs."""
 LONG = {OFFLOAD: "four trainings of 6.3 million parameters", BUS: "18 copies of 256 MiB"}
 """Rows that take long on a device, and why."""
 
 
-def device(processes: int) -> Result:
-    """The named device, or else Accelerate's choice. Raises ``ConfigError`` where it is not there,
-    or not for so many processes."""
+def device() -> Result:
+    """The named device, or else Accelerate's choice. Raises ``ConfigError`` where it is not
+    there."""
     present = present_type()
     default = "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else present
     name = os.environ.get("ACCELERATE_TORCH_DEVICE", default)
@@ -178,16 +136,10 @@ def device(processes: int) -> Result:
     except Exception as error:  # each backend has a class of its own
         expected = "cpu" if present == "cpu" else f"cpu or {present}"
         raise ConfigError(f"device {name!r}: expected {expected} ({_line(error)}).") from error
-    is_cpu = found.type == "cpu"
-    most = max(os.cpu_count() or 1, 2) if is_cpu else torch.accelerator.device_count()
-    if not 1 <= processes <= most:
-        raise ConfigError(
-            f"--num_processes: got {processes}, expected 1 to {most}, each on a {found.type}."
-        )
     total = None if is_host(found) else total_memory(found)
     memory = "" if total is None else f", {total / 1e9:.1f} GB"
-    versions = f"torch {torch.__version__}, Accelerate {accelerate.__version__}"
-    return Result("device", "ok", f"{found.type}, {device_name(found)}{memory}", reason=versions)
+    text = f"{found.type}, {device_name(found)}{memory}; torch {torch.__version__}, "
+    return Result("device", "ok", f"{text}Accelerate {accelerate.__version__}")
 
 
 def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator[Result]:
@@ -200,14 +152,7 @@ def in_turn(first: Result, rows: dict[str, Callable[[str], Result]]) -> Iterator
             if state.is_main_process and name in LONG and not is_host(state.device):
                 say(f"running {name}: {LONG[name]} ...")
             mine = attempt(name, function)
-            try:
-                every: list[Result] = gather_object([mine])
-            except RuntimeError as error:  # the ranks are apart: each prints its own row
-                told = "\n".join([f"rank {state.process_index}:", *mine.lines()])
-                print(plain(told), file=sys.stderr)
-                if state.is_main_process:
-                    yield Result(name, "failed", _line(error), "an answer of each rank")
-                return
+            every: list[Result] = gather_object([mine])
             if state.is_main_process:
                 yield next((each for each in every if each.status == "failed"), mine)
 
@@ -217,15 +162,15 @@ def attempt(name: str, function: Callable[[str], Result]) -> Result:
     this device, or, on a device other than a CPU or CUDA, this package refuses."""
     kind = PartialState().device.type
     if name in (OFFLOAD, *SIZING) and is_host(PartialState().device):
-        return Result(name, "not run", reason=NOTHING_TO_MOVE)
+        return Result(name, "not run", NOTHING_TO_MOVE)
     lacks = () if kind == "cpu" else (NotImplementedError,)
     refuses = () if kind in ("cpu", "cuda") else (UnsupportedError,)
     try:
         return function(name)
     except (*lacks, *refuses) as error:
-        return Result(name, "not run", reason=_line(error))
+        return Result(name, "not run", _line(error))
     except Exception as error:  # of any class, which the row names
-        return Result(name, "failed", _line(error), "no error")
+        return Result(name, "failed", _line(error))
 
 
 def _line(error: Exception) -> str:

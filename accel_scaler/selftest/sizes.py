@@ -33,8 +33,11 @@ COUNTED = (
     "which rest in host memory, too. All of that host memory moves up and down at each step."
 )
 ASSUMED = (
-    "No bus was measured: GB/s each way, both ways at once, and TFLOP/s of the three machines are "
-    "assumed."
+    "No bus was measured. Of these machines are assumed, with both ways at once: "
+    + "; ".join(
+        f"{name}, {gbps} GB/s each way and {tflops} TFLOP/s"
+        for name, (gbps, tflops) in MACHINES.items()
+    )
 )
 SECONDS = (
     "A step takes longer by the seconds of both ways at once where nothing is hidden "
@@ -42,12 +45,8 @@ SECONDS = (
 )
 TOKENS = (
     "From so many tokens a micro-batch on, the last backward and the next forward take as long as "
-    "the copies. They hide all of them if activations take as much memory as the state: see "
-    "docs/offload.md."
-)
-MEASURED = (
-    "TFLOP/s are those of one large product. A training reaches less, so fewer tokens hide the "
-    "copies."
+    "the copies; at twice the TFLOP/s twice as many are needed. They hide all of them if "
+    "activations take as much memory as the state: see docs/offload.md."
 )
 
 
@@ -99,34 +98,24 @@ def tokens(weights: str, tflops: float, up: float, down: float) -> int:
     return 100 * max(math.ceil(round(exact) / 100), 1)
 
 
-def table(parameters: int, measured: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """The answer: each line's numbers by ``WEIGHTS``.
+def table(parameters: int, measured: Mapping[str, float]) -> dict[str, list[float]]:
+    """The answer: each line's numbers, in the order of ``WEIGHTS``.
 
-    ``measured``: GB/s ``up``, ``down`` and in ``both`` ways together, and ``tflops``, as far as
-    they are known. Seconds of a machine that was not measured are those of ``MACHINES``.
+    ``measured``: GB/s ``up``, ``down`` and in ``both`` ways together; empty where no bus was
+    measured: then the lines are those of ``MACHINES``.
     """
-    each = {weights: memory(parameters, weights) for weights in WEIGHTS}
-    lines = {
-        title: {weights: sizes[place] / 1e9 for weights, sizes in each.items()}
-        for place, title in enumerate(TITLES)
-    }
-
-    def seconds(gbps: float) -> dict[str, float]:
-        return {weights: sizes.host / 1e9 / gbps for weights, sizes in each.items()}
-
-    def hiding(tflops: float, up: float, down: float) -> dict[str, float]:
-        return {weights: tokens(weights, tflops, up, down) for weights in WEIGHTS}
-
-    if "both" in measured:
+    each = [memory(parameters, weights) for weights in WEIGHTS]
+    lines = {title: [sizes[at] / 1e9 for sizes in each] for at, title in enumerate(TITLES)}
+    ways = {f"each way, {name}": machine.gbps for name, machine in MACHINES.items()}
+    computing = {f", {name}": (m.tflops, m.gbps, m.gbps) for name, m in MACHINES.items()}
+    if measured:
         up, down = measured["up"], measured["down"]
-        lines["seconds up"], lines["seconds down"] = seconds(up), seconds(down)
-        lines["seconds both ways at once"] = seconds(measured["both"] / 2)
-        if "tflops" in measured:
-            lines["tokens that hide it"] = hiding(measured["tflops"], up, down)
-        return lines
-    for name, (gbps, speed) in MACHINES.items():
-        lines[f"{name}, {gbps} GB/s: seconds each way"] = seconds(gbps)
-        lines[f"{name}, {speed} TFLOP/s: tokens that hide it"] = hiding(speed, gbps, gbps)
+        ways = {"up": up, "down": down, "both ways at once": measured["both"] / 2}
+        computing = {" at 100 TFLOP/s": (100.0, up, down)}
+    for way, gbps in ways.items():
+        lines[f"seconds {way}"] = [sizes.host / 1e9 / gbps for sizes in each]
+    for where, speeds in computing.items():
+        lines[f"tokens that hide it{where}"] = [tokens(weights, *speeds) for weights in WEIGHTS]
     return lines
 
 
@@ -141,8 +130,7 @@ def told(parameters: int, measured: Mapping[str, float]) -> Iterator[str]:
     yield f"{parameters:,} parameters, trained with AdamW"
     yield row("", *(f"{weights} weights" for weights in WEIGHTS))
     for title, numbers in table(parameters, measured).items():
-        yield row(title, *(rounded(numbers[weights]) for weights in WEIGHTS))
+        yield row(title, *map(rounded, numbers))
     yield ""
-    is_assumed, has_product = "both" not in measured, "tflops" in measured
-    for note in (COUNTED, ASSUMED * is_assumed, SECONDS, TOKENS, MEASURED * has_product):
+    for note in (COUNTED, ASSUMED * (not measured), SECONDS, TOKENS):
         yield from textwrap.wrap(note, WIDTH)

@@ -122,19 +122,15 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 4))
 
 
-def trained(
-    case: Case, windows: Iterable[int] = range(WINDOWS), *, load: str = "", save: str = ""
-) -> Seen:
-    """An attached run of these windows; ``load`` and ``save`` are folders of checkpoints."""
+def trained(case: Case) -> Seen:
+    """An attached run."""
     seen = []
     with attached(**(SCALE | case.settings)) as accelerator:
         model: Any = network(case)
         optimizer: Any = optimizer_of(model.parameters(), case.adam)
         schedule: Any = schedule_of(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        if load:
-            accelerator.load_state(load)
-        for window in windows:
+        for window in range(WINDOWS):
             for micro in range(MICRO_BATCHES):
                 with accelerator.accumulate(model):
                     accelerator.backward(loss_of(model, window, micro))
@@ -145,8 +141,6 @@ def trained(
                     optimizer.zero_grad()
             now, (rate,) = accelerator.scaler.get_scale(), schedule.get_last_lr()
             seen.append(Window(optimizer.step_was_skipped, now, rate, float(norm)))
-        if save:
-            accelerator.save_state(save)
         return _ended(seen, accelerator.unwrap_model(model), optimizer)
 
 

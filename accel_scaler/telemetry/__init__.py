@@ -8,10 +8,9 @@ words.
 
 from typing import TYPE_CHECKING
 
-from .diagnosis import LARGEST as LARGEST, Diagnosis as Diagnosis, headroom as headroom
+from .diagnosis import Diagnosis as Diagnosis
 from .findings import (
     Finding as Finding,
-    as_set as as_set,
     diagnose as diagnose,
     ending as ending,
     verdict as verdict,
@@ -26,7 +25,7 @@ from .record import (
     Start as Start,
     decode as decode,
 )
-from .writer import path_of as path_of, refuse_unwritable as refuse_unwritable
+from .writer import path_of as path_of
 
 if TYPE_CHECKING:
     from .recorder import make_recorder as make_recorder

@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from .record import End, Record, Start
 
-LARGEST = 65504.0
-"""The largest float16 number."""
 SETTLED = 20
 """After so many steps in a row at one scale the scale is good."""
 STUCK = 20
@@ -28,22 +26,12 @@ ENDS = 5
 FAR = 10.0
 """The factor above the first losses from which on a loss has risen. A sum of losses may well rise
 by less, in a GAN or with a term whose weight grows."""
-KEPT_NORMS = 20
-"""The last norms, kept for their median."""
 
 Kind = Literal["untrained", "stuck", "diverged", "partly", "stepped"]
 """``untrained``: every window was skipped. ``stuck``: every window at the end was. ``diverged``:
 the loss is inf or NaN now, or far above its first values. ``partly``: many windows were skipped in
 the middle of training. ``stepped``: anything else; whether the steps were of use is not known."""
 SkipKind = Literal["spike", "forward", "search", "growth", "other"]
-
-
-def headroom(largest: float) -> float:
-    """How often ``largest``, the largest scaled gradient, can be doubled before float16 overflows;
-    negative above float16's range, which float32 sums may leave; inf for 0."""
-    if largest == math.inf:
-        return -math.inf
-    return math.log2(LARGEST / largest) if largest > 0 else math.inf
 
 
 @dataclass(slots=True)
@@ -131,14 +119,10 @@ class Diagnosis:
         """Bad windows in a row, up to the last window."""
         self.highest: tuple[float, int] | None = None
         """The largest finite norm, and the window's x."""
-        self.last_norms: deque[float] = deque(maxlen=KEPT_NORMS)
-        self.largest: tuple[float, int] | None = None
-        """The last ``largest_gradient``, unscaled, and the window's x."""
         self.healed: dict[str, int] = {}
         """Modules that ``heal`` put in float32, in order, and the x of the window."""
         self.retried = 0
         """Windows that overflowed, ran again and stepped."""
-        self.retry_seconds = 0.0
         self.streak = 0
         """Skipped windows in a row, up to the last window."""
         self.mistakes: list[str] = []
@@ -178,12 +162,9 @@ class Diagnosis:
         self.skips += record.skipped
         self.streak = self.streak + 1 if record.skipped else 0
         self.retried += record.retries > 0 and not record.skipped
-        self.retry_seconds += (record.retry_us or 0) / 1e6
         if record.first is not None:
             self.first = (x, record.first)
         self.overflowed = record.overflowed or self.overflowed
-        if record.largest_gradient is not None and record.scale > 0:
-            self.largest = (record.largest_gradient / record.scale, x)
         session.add_loss(record.loss)
         self._add_norm(x, record)
         self._add_scale(x, record)
@@ -196,7 +177,6 @@ class Diagnosis:
         norm = record.grad_norm
         is_finite = norm is None or math.isfinite(norm)
         if norm is not None and is_finite:
-            self.last_norms.append(norm)
             self.highest = max(self.highest or (-1.0, 0), (norm, x), key=lambda found: found[0])
         is_bad = failed_in_forward(record) or not (is_finite or record.skipped)
         if is_bad := is_bad and not record.healed:
@@ -234,11 +214,6 @@ class Diagnosis:
     @property
     def settings(self) -> Mapping[str, Any]:
         return self.sessions[-1].start.settings
-
-    @property
-    def set_in(self) -> str:
-        """Where the settings are from: ``code``, ``flags``, or the path of a config file."""
-        return str(self.sessions[-1].start.facts.get("set_in", "code"))
 
     @property
     def floor(self) -> float:

@@ -10,7 +10,6 @@ import math
 import shlex
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from statistics import median
 from typing import Any, Literal, get_args
 
 from ..console import counted, number, percent, written
@@ -104,14 +103,12 @@ def streak(run: Diagnosis) -> Finding | None:
 def cause_of_skips(run: Diagnosis) -> str:
     """Where the skips at the end of a run begin, and the remedy."""
     if _is_search(run):
-        return f"Train for longer, or begin there: {as_set(run, 'init_scale', run.last_scale)}."
+        return f"Train for longer, or begin there: {as_set('init_scale', run.last_scale)}."
     if run.last_kind == "spike":
-        given = as_set(run, "skip_norm_above", run.settings.get("skip_norm_above"))
-        norms = run.last_norms or [math.nan]
+        given = run.settings.get("skip_norm_above")
         return (
-            f"The gradient norm is above {given}, and the median of the last "
-            f"{counted(len(norms), 'norm')} is {number(median(norms))}. Look at the data of these "
-            "steps, or raise skip_norm_above; 4x is four times the running median."
+            f"The gradient norm is above skip_norm_above={given!r}. Look at the data of these "
+            "steps, or raise it; 4x is four times the running median."
         )
     return _cause(run, run.last_x - run.streak)
 
@@ -146,8 +143,8 @@ def _cause(run: Diagnosis, before: int) -> str:
         return f"{where} {helps}.{rate}"
     names = in_float32(run)
     is_named = any(fnmatchcase(module, each) for name in names for each in (name, f"{name}.*"))
-    by_name = "" if is_named else as_set(run, "fp32_modules", [*names, module])
-    helps = f"Next: {next_run(run, 'heal', True)}, which {KEEPS}"
+    by_name = "" if is_named else as_set("fp32_modules", [*names, module])
+    helps = f"Next: {as_set('heal', True)}, which {KEEPS}"
     return f"{where} {helps}{'; or, by name, ' * bool(by_name)}{by_name}.{rate}"
 
 
@@ -158,7 +155,7 @@ def _unknown_cause(run: Diagnosis) -> str:
     name, value = ("heal", True) if heals else ("find_overflow", "replay")
     if run.settings.get(name) == value:
         return text.rstrip()
-    text += f"Next: {next_run(run, name, value)}, which names where it begins"
+    text += f"Next: {as_set(name, value)}, which names where it begins"
     return text + (f", and {KEEPS}." if heals else ".")
 
 
@@ -167,26 +164,11 @@ def in_float32(run: Diagnosis) -> list[str]:
     return list(dict.fromkeys((*run.settings.get("fp32_modules", ()), *run.healed)))
 
 
-def as_set(run: Diagnosis, name: str, value: Any) -> str:
-    """A setting, written as the run got its settings: ``--heal``, ``heal: true`` for a config file,
-    or ``heal=True``."""
-    is_list, way = isinstance(value, list), run.set_in
-    if way == "code":
-        return f"{name}={value!r}"
-    if way == "flags":
-        text = shlex.quote(",".join(value) if is_list else written(value))
-        return f"--{name}" if value is True else f"--{name} {text}"
-    return f"{name}: {value if is_list else written(value)}"
-
-
-def next_run(run: Diagnosis, name: str, value: Any) -> str:
-    """The next run to start, with this setting."""
-    setting, way = as_set(run, name, value), run.set_in
-    if way == "code":
-        return f"attach(..., {setting})"
-    if way == "flags":
-        return f"accel-scaler launch {setting}, all else as before"
-    return f"{setting} in the section accel_scaler of {way}"
+def as_set(name: str, value: Any) -> str:
+    """A setting in code and, behind it, as a flag of ``accel-scaler launch``."""
+    text = ",".join(value) if isinstance(value, list) else written(value)
+    flag = f"--{name}" if value is True else f"--{name} {shlex.quote(text)}"
+    return f"{name}={value!r} ({flag})"
 
 
 def mistakes(run: Diagnosis) -> Finding | None:
@@ -199,7 +181,7 @@ def healed(run: Diagnosis) -> Finding | None:
         return None
     each = ", ".join(f"{name} (from {run.place(x)} on)" for name, x in run.healed.items())
     title = f"heal has put {counted(len(run.healed), 'module')} in float32: {each}."
-    setting = as_set(run, "fp32_modules", in_float32(run))
+    setting = as_set("fp32_modules", in_float32(run))
     return Finding("note", title, f"To start that way next time, pass {setting}.")
 
 
@@ -254,8 +236,8 @@ def skips(run: Diagnosis) -> Finding:
         return Finding("note", "There were no steps.")
     counts, again = f"{run.windows:,} step{'s' * (run.windows != 1)}", ""
     if run.retried:
-        again = f" {counted(run.retried, 'step')} overflowed and ran again, in "
-        again += f"{run.retry_seconds:.3g} s; batches lost: {run.skips:,}."
+        again = f" {counted(run.retried, 'step')} overflowed and ran again; batches lost: "
+        again += f"{run.skips:,}."
     if not run.skips:
         return Finding("note" if run.bad.count else "good", f"{counts}, none skipped.{again}")
     later = run.skips - run.kinds["search"]

@@ -9,15 +9,13 @@ from copy import deepcopy
 from dataclasses import replace
 
 from ..console import number
-from .diagnosis import Diagnosis, headroom
+from .diagnosis import Diagnosis
 from .findings import cause_of_skips, is_well, verdict
 from .record import Record, Start
 
 logger = logging.getLogger("accel_scaler")
 
 KEPT_RECORDS = 4096
-KEPT_DETAILS = 16
-"""Records that keep their norms, which would take most of the memory."""
 
 
 class History:
@@ -49,7 +47,9 @@ class History:
         return tuple(self.diagnosis().healed)
 
     def add(self, record: Record) -> None:
-        """Append the record of a window, or replace an earlier record of this window."""
+        """Append the record of a window, or replace an earlier record of this window. Norms of
+        parameters, which would take most of the memory, are left out."""
+        record = record if record.norms is None else replace(record, names=(), norms=None)
         if self.records and self.records[-1].index == record.index:
             self.records[-1] = record
             return
@@ -57,10 +57,6 @@ class History:
             self._before.add(self.records[-1])
         self.records.append(record)
         self.boundaries += 1
-        if len(self.records) > KEPT_DETAILS:
-            old = self.records[-KEPT_DETAILS - 1]
-            if old.norms is not None:
-                self.records[-KEPT_DETAILS - 1] = replace(old, norms=None)
 
     def add_mistake(self, text: str) -> None:
         """Give the verdict a mistake of the script."""
@@ -105,28 +101,24 @@ class History:
 
     def progress(self) -> dict[str, float]:
         """Numbers for a progress bar: ``scale`` of the next window, ``skips`` so far, windows
-        ``retried`` and modules ``healed`` where there are any, ``headroom`` where it is known.
+        ``retried`` and modules ``healed`` where there are any.
 
         >>> bar.set_postfix(accelerator.scaler_history.progress())
         """
-        found = self._numbers("scale", "skips", "retried", "headroom", "healed")
+        found = self._numbers("scale", "skips", "retried", "healed")
         if (scale := found.get("scale", 0.5)).is_integer():
             found["scale"] = int(scale)
-        if "headroom" in found:
-            found["headroom"] = round(found["headroom"], 1)
         return found
 
     def metrics(self) -> dict[str, float]:
         """The last window for experiment trackers, as ``scaler/...``; finite numbers only."""
-        found = self._numbers("scale", "skips", "grad_norm", "clip_coefficient", "headroom")
+        found = self._numbers("scale", "skips", "grad_norm", "clip_coefficient")
         return {f"scaler/{name}": value for name, value in found.items()}
 
     def _numbers(self, *names: str) -> dict[str, float]:
         if not self.records:
             return {}
         last, run = self.records[-1], self.diagnosis()
-        # Without telemetry no gradient is measured.
-        room = None if run.largest is None else headroom(run.largest[0] * run.last_scale)
         found = {
             "scale": last.next_scale if self.is_scaled else None,
             "skips": run.skips,
@@ -134,6 +126,5 @@ class History:
             "healed": len(run.healed) or None,
             "grad_norm": last.grad_norm,
             "clip_coefficient": last.clip_coefficient,
-            "headroom": room,
         }
         return {k: v for k in names if (v := found[k]) is not None and math.isfinite(v)}

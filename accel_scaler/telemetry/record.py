@@ -1,7 +1,7 @@
 """The schema of telemetry: the fields of a record, and the lines of a file.
 
 A file is JSON lines of these kinds, in order: ``start`` (settings and versions), ``names`` (of the
-parameters in their model's order; again when they change), ``window``, ``end``; a ``noted`` line
+parameters with norms; again when they change), ``window``, ``end``; a ``noted`` line
 (numbers that belong to no window, or a mistake) may stand anywhere. A resumed run appends another
 session, from its own ``start`` on. A reader ignores unknown kinds and keys; ``FORMAT`` rises with a
 change that older readers would misread.
@@ -19,9 +19,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-Names = tuple[str, ...]
-"""Names of the parameters whose norms a window has."""
 
 FORMAT = 2
 """Version of the file format; no other one is read."""
@@ -65,15 +62,11 @@ class Record:
     loss_nonfinite: int = 0
     """How many losses were inf or NaN, counted after an overflow only; over all ranks where they
     overflowed together."""
-    names: Names = ()
-    """Parameter names in the order of ``norms``; in the file, a line of their own."""
+    names: tuple[str, ...] = ()
+    """Names of the parameters that have ``norms``; in the file, a line of their own."""
     norms: tuple[float, ...] | None = None
     """Unscaled norm of each parameter's gradient, before clipping; NaN without a gradient. Only
-    with ``telemetry``, and in memory only for the last windows. The file has six digits."""
-    largest_gradient: float | None = None
-    """The largest magnitude in a gradient on this rank, scaled, before clipping: above 65504,
-    float16's largest number, where float32 has added micro-batches up. Only with ``telemetry``,
-    once in ``underflow_interval`` windows; None after a clip by value."""
+    in the file, with six digits."""
     first: dict[str, Any] | None = None
     """The beginning of the overflow, if it was found; see ``find_overflow``."""
     healed: tuple[str, ...] = ()
@@ -181,14 +174,12 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) else value
 
 
-def _read_window(line: dict[str, Any], names: Names) -> Record:
-    values = {name: line[name] for name in (*DEFAULTS, "norms") if name in line}
+def _read_window(line: dict[str, Any]) -> Record:
+    values = {name: line[name] for name in DEFAULTS if name in line}
     values = {k: tuple(v) if k in TEXTS else _number(v) for k, v in values.items() if k != "first"}
     if (first := line.get("first")) is not None:
         first |= {each: _number(first[each]) for each in ("input", "output")}
-    if names and "norms" in values and len(values["norms"]) != len(names):
-        raise ValueError(f"{len(values['norms'])} norms of {len(names)} names")
-    return Record(index=line["step"], names=names, first=first, **values)
+    return Record(index=line["step"], first=first, **values)
 
 
 def _read_start(line: dict[str, Any]) -> Start:
@@ -200,10 +191,9 @@ def _read_start(line: dict[str, Any]) -> Start:
     return Start(version, facts, settings, changed)
 
 
-def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | End | None:
-    """One line of a file; None for an unknown kind. ``names``: the content of the last names line,
-    or () where it was lost. Raises ``BrokenLineError`` for a line that is not JSON or does not
-    follow the format."""
+def decode(line: bytes) -> Start | Record | Noted | End | None:
+    """One line of a file, without norms of parameters; None for another kind. Raises
+    ``BrokenLineError`` for a line that is not JSON or does not follow the format."""
     try:
         value = json.loads(line.decode())
     except (RecursionError, ValueError) as error:  # also of bytes that are no text
@@ -213,11 +203,9 @@ def decode(line: bytes, names: Names = ()) -> Start | Names | Record | Noted | E
     try:
         match value["kind"]:
             case "window":
-                return _read_window(value, names)
+                return _read_window(value)
             case "start":
                 return _read_start(value)
-            case "names":
-                return tuple(value["names"])
             case "noted":
                 noted = {name: _number(number) for name, number in value["values"].items()}
                 return Noted(noted, value.get("mistake", ""))

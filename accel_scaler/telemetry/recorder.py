@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shlex
-import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,40 +18,31 @@ from torch.optim import Optimizer
 from ..config import ScalerConfig
 from ..devices import peak_memory
 from ..optimizer_step import Observer, StepTiming
-from ..scaling import GradNorm, GradScaler, ParameterNames, Window, parameters_of
+from ..scaling import GradNorm, GradScaler, Losses, ParameterNames, Window
 from ..version import __version__
-from .gradient_range import measure
 from .history import History
 from .record import Record, Start
-from .writer import Journal, OpenRecord, path_of
+from .writer import Journal, path_of
 
 EVALUATION = re.compile("(eval|val|valid|validation|test)[_/](?!.*(time|_per_second)$)")
 """The names of an evaluation's values, without its duration and its speed."""
-SECRET = re.compile("-.*(token|secret|password|key)$", re.IGNORECASE)
-"""Flags whose values stay out of the file."""
 
 
 class Recorder(Observer):
-    """Records each window of ``scaler`` in memory and, with a ``journal``, in its file.
+    """Records each window of ``scaler`` in memory and, with a ``journal``, in its file."""
 
-    The range of the gradients is measured once in ``underflow_interval`` windows, for the file.
-    """
-
-    def __init__(
-        self, scaler: GradScaler, journal: Journal | None, underflow_interval: int, start: Start
-    ) -> None:
+    def __init__(self, scaler: GradScaler, journal: Journal | None, start: Start) -> None:
         self.scaler, self.journal = scaler, journal
         self.wants_each_norm = journal is not None
         self._is_scaled = scaler.is_enabled()
         self.history = History(start)
-        self.underflow_interval = underflow_interval
         self._table, self._noted = NameTable(scaler.parameter_names), 0
-        self._open: OpenRecord | None = None
+        self._open: Record | None = None
         """The record of the last window, which another optimizer may join."""
-        self._measured, self._next_measured = -1, 0
-        """The indices of the last window whose gradients were measured, and of the next."""
-        self._largest: list[float] = []
-        """The largest gradient of each optimizer in the measured window."""
+        self._late_losses: Losses | None = None
+        """Losses of the last window on their way to the host, still to be read."""
+        self._timings: list[StepTiming] = []
+        """The last window's updates, which may still run."""
         self._start = time.perf_counter() if journal is None else journal.start_s
         self._reports = start.facts.get("rank", 0) == 0
         if self._reports:
@@ -77,18 +66,6 @@ class Recorder(Observer):
             found["parameter_bytes"] = sum(p.numel() * p.element_size() for p in params)
             self.journal.note(found)
         window.losses.send()  # a copy from a device is read when its record is written
-        record, index = window.record(optimizer), window.index
-        if record.found_inf:
-            return
-        if index >= self._next_measured:
-            self._measured, self._largest = index, []
-            self._next_measured = (index // self.underflow_interval + 1) * self.underflow_interval
-        if index == self._measured:
-            params = [p for p in parameters_of(optimizer) if p.grad is not None]
-            assert window.before is not None
-            scale = window.before.scale if self._is_scaled else None
-            largest = measure(params, window, record, scale)
-            self._largest += [] if largest is None else [largest]
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -101,10 +78,10 @@ class Recorder(Observer):
         bad = window.bad_losses if found_inf else 0
         max_norm, coefficient = norms.clip
         overflowed = [name for each in window.states.values() for name in each.names]
-        if self._open is not None and self._open.record.index != index:
+        if self._open is not None and self._open.index != index:
             self._close_window()
-        before = None if self._open is None else self._open.record
-        record = Record(
+        before, is_late = self._open, self.wants_each_norm and not losses.is_there
+        self._open = Record(
             index=index,
             scale=before_close.scale,
             next_scale=self.scaler.get_scale(),
@@ -122,21 +99,26 @@ class Recorder(Observer):
             retries=window.retries,
             first_scale=window.first_scale if window.retries else None,
             retry_us=round(window.retry_s * 1e6) if window.retries else None,
-            largest_gradient=max(self._largest, default=None) if index == self._measured else None,
             loss=losses.total() if losses.is_there else None,
             first=None if window.origin is None else window.origin.as_json(),
             loss_nonfinite=losses.bad() if bad is None else bad,
             **(self._table.norms(norms, optimizer) if self.wants_each_norm else {}),
         )
-        if self._open is None:
-            late = window.losses if self.wants_each_norm and record.loss is None else None
-            self._open = OpenRecord(record, late)
-            if self.journal is not None:
-                self.journal.append(self._open)
-        self._open.record = record
-        if timing is not None:
-            self._open.timings.append(timing)
-        self.history.add(record)
+        self._late_losses = losses if is_late else None
+        self._timings += [] if timing is None else [timing]
+        self._add()
+
+    def _add(self) -> None:
+        """Add the open record, with the times of updates that have ended, or replace it."""
+        assert self._open is not None
+        if timings := [t for t in self._timings if t.finished]:
+            busy = sum(t.busy for t in timings)
+            waited = sum(t.busy if t.inline else sum(wait[1] for wait in t.waits) for t in timings)
+            busy_us, waited_us = round(busy * 1e6), round(min(waited, busy) * 1e6)
+            self._open = replace(self._open, optimizer_us=busy_us, waited_us=waited_us)
+        self.history.add(self._open)
+        if self.journal is not None:
+            self.journal.add(self._open)
 
     def note(self, logged: Mapping[str, Any]) -> None:
         """Write the values of an evaluation, which their names tell, to the file."""
@@ -145,9 +127,13 @@ class Recorder(Observer):
             self.journal.note({k: v for k, v in known.items() if EVALUATION.match(k)})
 
     def _close_window(self) -> None:
-        window, self._open = self._open, None
-        if window is not None:
-            self.history.add(window.complete())
+        """Add the last window as it is known by now, with a loss from a device."""
+        if self._open is None:
+            return
+        if self._late_losses is not None:
+            self._open = replace(self._open, loss=self._late_losses.total())
+        self._add()
+        self._open, self._late_losses, self._timings = None, None, []
 
     def mistake_named(self, text: str) -> None:
         """Let the verdict repeat it, live and from the file."""
@@ -182,34 +168,29 @@ def _report(history: History, pid: int) -> None:
 
 
 class NameTable:
-    """Puts norms in the order of the model. Remembers names, and holds parameters weakly."""
+    """Names norms. Remembers names, and holds parameters weakly."""
 
     def __init__(self, parameter_names: ParameterNames) -> None:
         self.parameter_names = parameter_names
-        self._ids: list[int] = []
+        self._refs: list[weakref.ref[Tensor]] = []
         self._version = -1
-
-    def _forget(self, _: object) -> None:
-        self._ids = []  # Python may give the id of a dead parameter to a new one
 
     def norms(self, found: Iterable[GradNorm], optimizer: Optimizer) -> dict[str, Any]:
         """``names`` and ``norms`` of a record, if ``found``, on the host and of disjoint
-        parameters, has norms. Parameters of no known model are named by the optimizer and come
-        last."""
+        parameters, has norms. Parameters of no known model are named by the optimizer."""
         if not (known := [(m, m.each) for m in found if m.each is not None]):
             return {}
         params = [p for m, _ in known for p in m.parameters]
-        ids = list(map(id, params))
-        if ids != self._ids or self._version != self.parameter_names.version:
-            place = {key: number for number, key in enumerate(self.parameter_names.by_id())}
+        is_same = len(params) == len(self._refs) and all(
+            ref() is p for ref, p in zip(self._refs, params, strict=True)
+        )
+        if not is_same or self._version != self.parameter_names.version:
             called = self.parameter_names.of(params, optimizer)
-            names = dict(zip(dict.fromkeys(ids), called, strict=True))
-            self._order = sorted(range(len(ids)), key=lambda i: place.get(ids[i], len(place)))
-            self._names = tuple(names[ids[i]] for i in self._order)
-            self._refs = [weakref.ref(p, self._forget) for p in params]
-            self._ids, self._version = ids, self.parameter_names.version
-        norms = [norm for _, each in known for norm in each.tolist()]
-        return {"names": self._names, "norms": tuple([norms[i] for i in self._order])}
+            names = dict(zip(dict.fromkeys(map(id, params)), called, strict=True))
+            self._names = tuple(names[id(p)] for p in params)
+            self._refs = [weakref.ref(p) for p in params]
+            self._version = self.parameter_names.version
+        return {"names": self._names, "norms": tuple(n for _, e in known for n in e.tolist())}
 
 
 def _lr(group: dict[str, Any]) -> float | None:
@@ -217,17 +198,6 @@ def _lr(group: dict[str, Any]) -> float | None:
     if isinstance(rate, Tensor):
         return float(rate) if rate.device.type == "cpu" and rate.numel() == 1 else None
     return None if rate is None else float(rate)
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """A command as one types it, at most 2,000 characters, without secrets."""
-    words = []
-    for flag, word in zip(("", *argv), argv, strict=False):
-        name, equals, _ = word.partition("=")
-        if equals and SECRET.match(name):
-            word = f"{name}=..."
-        words.append("..." if SECRET.match(flag) and not word.startswith("-") else word)
-    return shlex.join(words)[:2000]
 
 
 def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any]) -> Recorder:
@@ -241,9 +211,8 @@ def make_recorder(scaler: GradScaler, config: ScalerConfig, facts: dict[str, Any
             "torch": torch.__version__,
             "changed": [name for name in config.changed() if name != "telemetry"],
             "settings": settings,
-            "command": command_line(sys.argv),
         }
         journal = Journal(path, {**facts, **own})
     facts = facts | {"precision": "fp16" if scaler.is_enabled() else "no"}
     start = Start(facts=facts, settings=settings)
-    return Recorder(scaler, journal, config.underflow_interval, start)
+    return Recorder(scaler, journal, start)

@@ -200,7 +200,7 @@ def test_a_record_is_the_same_when_its_window_runs_again(tmp_path: Path) -> None
 
     def windows(find: str) -> list[dict[str, Any]]:
         path = tmp_path / f"{find}.jsonl"
-        train(Random, path=path, underflow_interval=1, find_overflow=find)
+        train(Random, path=path, find_overflow=find)
         skipped = ("first", "time")
         return [
             {k: v for k, v in line.items() if k not in skipped and not k.endswith("_us")}

@@ -80,7 +80,7 @@ def test_every_window_is_what_plain_torch_says(
         for key in ("scale", "next_scale", "found_inf", "skipped", "grad_norm", "max_norm"):
             assert getattr(record, key) == line[key]
         assert (record.index, list(record.lr)) == (line["step"], line["lr"])
-        assert record.norms is not None or record.skipped
+        assert record.norms is None  # they are in the file alone
     assert [line["skipped"] for line in found] == [n in OVERFLOWS for n in range(WINDOWS)]
     assert len({line["scale"] for line in found}) >= 3
     assert len({line["lr"][0] for line in found}) > 3

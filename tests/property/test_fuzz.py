@@ -141,9 +141,7 @@ def test_a_damaged_config_file_is_read_or_refused(name: str, data: bytes, tmp_pa
 def telemetry(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A file that training has written, with all that one can hold."""
     path = tmp_path_factory.mktemp("telemetry") / "run.jsonl"
-    config = ScalerConfig(
-        telemetry=str(path), step_mode="overlap", find_overflow="always", underflow_interval=1
-    )
+    config = ScalerConfig(telemetry=str(path), step_mode="overlap", find_overflow="always")
     accelerator: Any = attach(Accelerator(cpu=True, mixed_precision="fp16"), config)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4).half(), torch.nn.Linear(4, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +10,10 @@ from accelerators import KIND, MISSING, is_simulated
 from accel_scaler import cli
 from accel_scaler.optimizer_step import offloaded
 from accel_scaler.optimizer_step.ring import Ring
-from accel_scaler.selftest import bus, rows, sizes
+from accel_scaler.selftest import bus, rows
 from accel_scaler.selftest.training import joined
 
-OFFLOAD, BUS, PRODUCTS = (
-    *("offload equals no offload", "GB/s of offload's copies"),
-    "TFLOP/s of products",
-)
+OFFLOAD, BUS = "offload equals no offload", "GB/s of offload's copies"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,38 +40,34 @@ def test_offload_equals_no_offload_unless_nothing_is_stored(
     with joined():
         found = rows.attempt(OFFLOAD, rows.ROWS[OFFLOAD])
     assert found.status == ("failed" if faulty else "ok"), found
-    assert (found.got == found.expected) is not faulty
 
 
 def test_the_speed_of_copies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bus, "COPIED", 1 << 20)
     with joined():
         found = rows.attempt(BUS, rows.ROWS[BUS])
-    assert (found.status, found.reason) == ("ok", "")
-    words = found.got.replace("at once ", "").split(", ")
+    assert found.status == "ok"
+    words = found.text.replace("at once ", "").split(", ")
     assert [word.split()[0] for word in words] == ["up", "down", "both"]
     assert all(float(word.split()[1]) > 0 for word in words)
 
 
 def test_the_command_says_what_offload_costs_by_this_bus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bus, "COPIED", 1 << 20)
-    monkeypatch.setattr(bus, "WIDTH", 256)
-    path = tmp_path / "found.json"
-    assert cli.main(["test", "--parameters", "1.5B", "--json", str(path)]) == 0
+    assert cli.main(["test", "--parameters", "1.5B"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     (running,) = [at for at, line in enumerate(lines) if line.startswith("running ")]
     assert BUS in lines[running]
     assert lines[running + 1].startswith(BUS)
-    written = json.loads(path.read_text())
-    assert [row["row"] for row in written["rows"]] == ["device", BUS, PRODUCTS]
-    assert {row["status"] for row in written["rows"]} == {"ok"}
-    measured = {name: each for row in written["rows"] for name, each in row["numbers"].items()}
-    assert {*measured} == {"up", "down", "both", "tflops"}
-    assert min(measured.values()) > 0
-    assert written["offload"] == sizes.table(1_500_000_000, measured)
-    told = [*sizes.told(1_500_000_000, measured)]
-    assert lines[-len(told) :] == told
-    assert written["offload"]["seconds up"]["float32"] == pytest.approx(12 / measured["up"])
+    assert "2 ok, 0 not run, 0 failed" in lines
+    shown = {line[:46].strip(): line[46:].split() for line in lines}
+    for title in (
+        "seconds up",
+        "seconds down",
+        "seconds both ways at once",
+        "tokens that hide it at 100 TFLOP/s",
+    ):
+        assert all(float(each.replace(",", "")) > 0 for each in shown[title])

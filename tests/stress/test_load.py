@@ -50,8 +50,7 @@ def short_history(monkeypatch: pytest.MonkeyPatch) -> None:
     """A history that is full long before the first look, and a queue that is empty several times
     in a period, whatever runs beside; how long they are, is tested apart."""
     monkeypatch.setattr(history_module, "KEPT_RECORDS", 64)
-    monkeypatch.setattr(history_module, "KEPT_DETAILS", 16)
-    monkeypatch.setattr(writer_module, "MAX_WAITING", PERIOD // 6)
+    monkeypatch.setattr(writer_module, "MAX_WAIT_S", 0.0)
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -126,11 +125,8 @@ def leak(window: Callable[[int], None], first: int, end: int) -> float:
 
 @pytest.mark.parametrize("variant", ["plain", "overlap+file"])
 def test_a_long_run_is_at_its_end_what_it_was_at_its_beginning(
-    variant: str, load: Any, tmp_path: Path, short_history: None, monkeypatch: pytest.MonkeyPatch
+    variant: str, load: Any, tmp_path: Path, short_history: None
 ) -> None:
-    monkeypatch.setattr(
-        history_module, "KEPT_DETAILS", 1
-    )  # and waits, which are many when others work
     window, close = load.long_run(variant, tmp_path)
     end = WINDOWS - PERIOD
     try:

@@ -41,7 +41,7 @@ def test_help_version_and_reports_import_no_torch(argv: list[str], tmp_path: Pat
     elif argv[:1] == ["launch"]:
         assert out.startswith("usage: accel-scaler launch [flags] script.py")
     elif argv[:1] == ["test"]:
-        assert "--num_processes N" in out
+        assert "--parameters SIZE" in out
     elif argv[:1] == ["report"]:
         assert (tmp_path / "page.html").is_file()
     else:

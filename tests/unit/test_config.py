@@ -7,14 +7,12 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import HfArgumentParser, TrainingArguments
 
 from accel_scaler import (
     AccelScalerError,
@@ -26,8 +24,7 @@ from accel_scaler import (
     UnsupportedError,
     attach,
 )
-from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS, KINDS, Settings, environment, merge
-from accel_scaler.console import written
+from accel_scaler.config import ABOUT, ENV_PREFIX, FIELDS, KINDS, environment, merge
 from accel_scaler.errors import shown
 
 NO_NUMBER = (math.nan, math.inf, -math.inf, True, "two", None, 10**400)
@@ -59,7 +56,6 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "master_weights": (("auto", "fp32", "none"), ("", "fp16", "float32", None, True)),
     "sharded": ((True, False), NO_SWITCH),
     "telemetry": ((None, "run.jsonl", "out/{rank}.jsonl"), (1, True, b"a")),
-    "underflow_interval": ((1, 100), (*NO_COUNT, None)),
     "find_overflow": (
         ("auto", "replay", "always", "off"),
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
@@ -94,47 +90,6 @@ def test_frozen_keyword_only_and_documented() -> None:
         ScalerConfig(65536.0)  # type: ignore[misc]
     assert list(ABOUT) == list(FIELDS), "help is read from the docstring, in the fields' order"
     assert all(text.endswith(".") for text in ABOUT.values())
-
-
-def test_attachs_keywords_for_editors_are_the_fields() -> None:
-    """Two lists, since a type checker runs nothing: same names and types."""
-    assert sorted(Settings.__annotations__) == sorted(FIELDS)
-    own = get_type_hints(Settings)
-    assert own == get_type_hints(ScalerConfig)
-    for name, hint in own.items():
-        if get_origin(hint) is Literal:
-            assert f"{', '.join(map(repr, get_args(hint)[:-1]))} or" in allowed(name)
-
-
-@pytest.mark.skipif(
-    version("accelerate") == "1.10.0",
-    reason="with it transformers 4.56 cannot read the hints of its own TrainingArguments",
-)
-def test_the_trainers_parser_makes_a_flag_of_each_field_with_its_help(tmp_path: Path) -> None:
-    parser = HfArgumentParser((TrainingArguments, ScalerConfig.arguments()))  # type: ignore[list-item]
-    start = ["--output_dir", str(tmp_path), "--use_cpu"]
-    args, config = parser.parse_args_into_dataclasses(start)
-    assert (args.use_cpu, config) == (True, ScalerConfig())
-    given = {
-        "fp32_modules": ("*.wo", "h.3"),
-        "max_consecutive_skips": 9,
-        "skip_norm_above": 0.5,
-        "step_mode": "overlap",
-        "telemetry": "run.jsonl",
-    }
-    flags = [f"--{name}={written(value).strip('[]')}" for name, value in given.items()]
-    flags += ["--no_skip_nonfinite", "--heal", "--hysteresis", "2"]
-    _, config = parser.parse_args_into_dataclasses([*start, *flags])
-    assert config == ScalerConfig(**given, skip_nonfinite=False, heal=True, hysteresis=2)
-    nones = [f"--{name}=none" for name in FIELDS if "or none" in allowed(name)]
-    _, config = parser.parse_args_into_dataclasses([*start, *nones, "--min_scale", "1"])
-    assert (len(nones), config) == (5, ScalerConfig(min_scale=1.0))
-    assert parser.parse_dict({"output_dir": str(tmp_path), **given})[1] == ScalerConfig(**given)
-    helped = " ".join(parser.format_help().split()).replace("- ", "-")
-    for name in FIELDS:
-        assert f"{ABOUT[name]} Takes {allowed(name)}.".replace("- ", "-") in helped
-    with pytest.raises(ConfigError, match="min_scale: got 'all', expected"):
-        parser.parse_args_into_dataclasses([*start, "--min_scale", "all"])
 
 
 def test_paths_are_kept_as_texts() -> None:

@@ -36,7 +36,6 @@ ONLY_IN = {
     },
     "psutil": {"async_optimizer/worker", "devices"},
     "transformers": {"integrations/trainer"},
-    "typing_extensions": {"async_optimizer/optimizer", "integrations/attaching"},
     "yaml": {"config_file"},
 }
 """Whose modules may import another library; torch is everywhere but in ``WITHOUT_TORCH``."""

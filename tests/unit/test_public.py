@@ -60,17 +60,16 @@ from accel_scaler import ScalerConfig, attach
 class Own: ...
 own: Own = attach(Own(), step_mode="overlap", fp32_modules="*.wo", skip_norm_above="4x")
 attach(3, ScalerConfig(heal=True), hysteresis=2, telemetry=None, min_scale=1)
-attach(own, step_mod="overlap")
-attach(own, step_mode="later")
+attach(own, ScalerConfig(step_mode="later"))
 ScalerConfig(growth_intervall=2)
 other: int = attach(own)
 """
-WRONG = {6: "did you mean", 7: "'overlap'", 8: "did you mean", 9: "int"}
+WRONG = {6: "'overlap'", 7: "did you mean", 8: "int"}
 """Lines of ``USE`` that mypy refuses, and a part of what it says."""
 
 
 @pytest.mark.process
-def test_mypy_knows_the_settings_as_keywords_and_that_attach_returns_its_target(
+def test_mypy_knows_the_fields_of_the_config_and_that_attach_returns_its_target(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("mypy")

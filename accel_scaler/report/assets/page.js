@@ -32,12 +32,10 @@
     return String(Number(value.toPrecision(4)));
   };
 
-  const stepText = (bin) => {
-    const session = run.sessions.filter((start) => start <= run.x[bin]).length;
-    const first = run.x[bin] - run.sessions[session - 1];
-    const last = run.last[bin] - run.sessions[session - 1];
-    const steps = last > first ? `step ${first} to ${last}` : `step ${first}`;
-    return run.sessions.length > 1 ? `${steps} of session ${session}` : steps;
+  const stepText = (place) => {
+    const session = run.sessions.filter((start) => start <= run.x[place]).length;
+    const step = `step ${run.x[place] - run.sessions[session - 1]}`;
+    return run.sessions.length > 1 ? `${step} of session ${session}` : step;
   };
 
   // The numbers of all lines at the cursor; without one, the last.
@@ -63,16 +61,13 @@
       sample.style.color = `var(--${marks.hue})`;
       return add(marks.label, sample);
     });
-    return (bin) => {
-      head.textContent = bin === null ? "last" : stepText(bin);
+    return (place) => {
+      head.textContent = place === null ? "last" : stepText(place);
       chart.lines.forEach((line, index) => {
-        const at = bin ?? line.y.findLastIndex((y) => y !== null);
-        const [low, high] = [line.low[at] ?? null, line.high[at] ?? null];
-        const band = low < high ? ` (${number(low)} – ${number(high)})` : "";
-        values[index].textContent = number(line.y[at]) + band;
+        values[index].textContent = number(line.y[place ?? line.y.findLastIndex((y) => y !== null)]);
       });
       chart.marks.forEach((marks, index) => {
-        marked[index].textContent = marks.bins.includes(bin) ? "here" : "";
+        marked[index].textContent = marks.places.includes(place) ? "here" : "";
       });
     };
   };
@@ -80,7 +75,7 @@
   // Axes.
 
   const first = run.x[0];
-  const last = Math.max(run.last.at(-1), first + 1);
+  const last = Math.max(run.x.at(-1), first + 1);
   const xRange = (u, low, high) => {
     if (low !== null && (low > first || high < run.x.at(-1))) return [low, high];
     const margin = 0.008 * (last - first);
@@ -164,8 +159,8 @@
       ctx.strokeStyle = ctx.fillStyle = hue(marks.hue);
       ctx.lineWidth = 1.5 * pixel;
       const size = 4 * pixel;
-      for (const bin of marks.bins) {
-        const x = u.valToPos(run.x[bin], "x", true);
+      for (const place of marks.places) {
+        const x = u.valToPos(run.x[place], "x", true);
         ctx.beginPath();
         if (marks.edge === "top") {
           ctx.moveTo(x - size, top);
@@ -192,8 +187,8 @@
 
   const watchKeys = (u, figure) => {
     const set = (name, value) => u.over.setAttribute(name, value);
-    const tell = (bin) => {
-      set("aria-valuenow", run.x[bin]);
+    const tell = (place) => {
+      set("aria-valuenow", run.x[place]);
       set("aria-valuetext", figure.querySelector(".readout").textContent);
     };
     u.over.tabIndex = 0;
@@ -208,9 +203,9 @@
       if (move === undefined) return;
       event.preventDefault();
       const from = u.cursor.idx ?? (move > 0 ? -1 : run.x.length);
-      const bin = Math.min(run.x.length - 1, Math.max(0, from + move));
-      u.setCursor({ left: u.valToPos(run.x[bin], "x"), top: 0 }, true, true);
-      tell(bin);
+      const place = Math.min(run.x.length - 1, Math.max(0, from + move));
+      u.setCursor({ left: u.valToPos(run.x[place], "x"), top: 0 }, true, true);
+      tell(place);
     });
   };
 
@@ -221,34 +216,22 @@
     const show = makeReadout(figure, chart);
     const series = [{}];
     const columns = [run.x];
-    const bands = [];
-    // A line goes on over bins without a number (undefined), and stops at inf and NaN (null).
-    const addLine = (y, line, options) => {
-      const paths = line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined;
-      series.push({ paths, points: { show: false }, ...options });
-      columns.push(y.map((value, bin) => value ?? (line.gaps.includes(bin) ? null : undefined)));
-    };
-    // Numbers that no line reaches are points.
-    const alone = (line) => {
-      const known = line.y.flatMap((y, bin) => (y !== null || line.gaps.includes(bin) ? [bin] : []));
-      const isEnd = (at) => (line.y[known[at]] ?? null) === null;
-      return known.filter((bin, at) => !isEnd(at) && isEnd(at - 1) && isEnd(at + 1));
-    };
     for (const line of chart.lines) {
-      const stroke = () => hue(line.hue);
-      if (line.low.length) {
-        bands.push({
-          series: [series.length, series.length + 1],
-          fill: () => `color-mix(in srgb, ${stroke()} 22%, transparent)`,
-        });
-        addLine(line.high, line, { width: 0 });
-        addLine(line.low, line, { width: 0 });
-      }
-      const dash = line.style === "dashed" ? [5, 4] : undefined;
+      const gaps = new Set(line.gaps);
+      // Numbers that no line reaches are points.
+      const known = line.y.flatMap((y, at) => (y !== null || gaps.has(at) ? [at] : []));
+      const isEnd = (at) => (line.y[known[at]] ?? null) === null;
+      const alone = known.filter((_, at) => !isEnd(at) && isEnd(at - 1) && isEnd(at + 1));
       const isShort = line.y.filter((y) => y !== null).length < 3;
-      const filter = (u, index, show) => (show ? null : alone(line));
-      const points = { show: isShort, size: 6, filter };
-      addLine(line.y, line, { stroke, dash, width: 1.75, points });
+      series.push({
+        stroke: () => hue(line.hue),
+        width: 1.75,
+        dash: line.style === "dashed" ? [5, 4] : undefined,
+        paths: line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
+        points: { show: isShort, size: 6, filter: (u, index, show) => (show ? null : alone) },
+      });
+      // A line goes on over steps without a number (undefined), and stops at inf and NaN (null).
+      columns.push(line.y.map((y, at) => y ?? (gaps.has(at) ? null : undefined)));
     }
     const scale = chart.scale;
     const distribution = { distr: scale === "linear" ? 1 : 3, log: scale === "log2" ? 2 : 10 };
@@ -256,7 +239,6 @@
       width: holder.clientWidth,
       height,
       series,
-      bands,
       legend: { show: false },
       cursor: { sync: { key: "steps" }, drag: { dist: 4 }, y: false, points: { show: false } },
       scales: { x: { time: false, range: xRange }, y: { ...distribution, range: yRange(scale) } },

@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from children import RANKS, everywhere, on_two_ranks
 from support import mlp, weights
 from telemetry_runs import lines_of, windows_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from versions import before_torch
 
-from accel_scaler import GradScaler, ScalerConfig, attach, detach
-from accel_scaler.optimizer_step.boundary import Boundary
+from accel_scaler import ScalerConfig, attach, detach
 from accel_scaler.report.reader import read_run
 from accel_scaler.report.summary import find as find_all
 from accel_scaler.telemetry import verdict
-from accel_scaler.telemetry.recorder import make_recorder
 
 WINDOWS = 5
 OVERFLOW = 2
@@ -41,7 +35,6 @@ def train(telemetry: Path | None, mode: Any) -> list[float]:
             step_mode=mode,
             telemetry=None if telemetry is None else str(telemetry),
             find_overflow="always",
-            underflow_interval=1,
         ),
     )
     plain = mlp()
@@ -134,40 +127,3 @@ def test_what_rank_1_saw_rank_0_says_in_log_and_report(
         for text in (where[0], said, verdict(run, is_file=True)):
             assert "(rank 1)" in text
         assert find_all(run)[0].level == "bad"
-
-
-@before_torch(2, 7, "torch 2.6: fully_shard wants the streams of a device")
-@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "not clipped"])
-def test_of_a_sharded_gradient_each_rank_measures_its_own_part(clips: bool, tmp_path: Path) -> None:
-    def body() -> None:
-        rank = dist.get_rank()
-        model: Any = mlp(16)
-        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = GradScaler("cpu", init_scale=1024.0)
-        settings = ScalerConfig(telemetry=str(tmp_path / "run_{rank}.jsonl"), underflow_interval=1)
-        recorder = make_recorder(scaler, settings, {"rank": rank, "ranks": RANKS})
-        boundary = Boundary(scaler, torch.device("cpu"), recorder)
-        boundary.add(optimizer)
-        expected = []
-        for window in range(3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * window + rank))
-            scaler.scale(model(x).square().mean()).backward()
-            held: list[Any] = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-            largest = max(float(g.abs().max()) for g in held if g.numel())
-            expected.append(largest)
-            if clips:
-                boundary.clipping.clip_norm(list(model.parameters()), 0.01)
-            boundary.step(optimizer)
-            optimizer.zero_grad()
-        recorder.close()
-        torch.save(expected, tmp_path / f"expected_{rank}.pt")
-
-    on_two_ranks(body, tmp_path)
-    seen = []
-    for rank in range(RANKS):
-        found = windows_of(tmp_path / f"run_{rank}.jsonl")
-        for line, largest in zip(found, torch.load(tmp_path / f"expected_{rank}.pt"), strict=True):
-            assert line["largest_gradient"] == pytest.approx(largest, rel=1e-6)
-        seen.append([line["largest_gradient"] for line in found])
-    assert seen[0] != seen[1]

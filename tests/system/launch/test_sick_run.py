@@ -73,7 +73,7 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     assert text.startswith(f"Nothing was trained: {WINDOWS} steps, {WINDOWS} skipped")
     assert "data" not in text
     assert "shared.weight" not in text, "the embeddings are not the cause"
-    command = re.search(r"Next: accel-scaler launch (\S+), all else as before", text)
+    command = re.search(r"Next: heal=True \((\S+)\), which", text)
     assert command is not None
 
     facts, lines = run(tmp_path, *shlex.split(command[1]))
@@ -81,7 +81,7 @@ def test_the_last_message_of_a_sick_run_is_the_way_to_its_cure(tmp_path: Path) -
     assert sum("micro-batch 0: input in [" in line for line in lines) == 1, "where: said once"
     (text,) = verdicts(lines)
     assert text.startswith(f"{WINDOWS} steps, none skipped")
-    found = re.search(r"next time, pass (--fp32_modules \S+)\.$", text)
+    found = re.search(r"next time, pass .* \((--fp32_modules \S+)\)\.$", text)
     assert found is not None
 
     flags = shlex.split(found[1])
@@ -100,5 +100,5 @@ def test_of_two_ranks_the_first_one_says_the_verdict(tmp_path: Path) -> None:
     assert facts["skips"] == WINDOWS
     (text,) = verdicts(lines)
     assert f"{SICK}.wo" in text
-    assert "Next: accel-scaler launch --heal, " in text
+    assert "Next: heal=True (--heal), " in text
     assert sum(line.startswith("step ") for line in lines) == 1, "one rank is enough"

@@ -24,7 +24,6 @@ from accel_scaler import (
     attach,
     detach,
 )
-from accel_scaler.config import SET_IN
 from accel_scaler.integrations import attach_default
 from accel_scaler.integrations.attachment import attachment_of, warn_once
 from accel_scaler.integrations.optimizer import ScaledOptimizer
@@ -63,30 +62,6 @@ def test_attach_and_detach(build: Any, late: bool) -> None:
     before = weights(model)
     train(accelerator, model, optimizer)
     assert not torch.equal(weights(model), before)
-
-
-def test_the_verdict_knows_where_the_settings_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the script asks for outranks a launcher's flags and files, so there it is changed."""
-
-    def set_in(make: Any) -> str:
-        accelerator = make()
-        try:
-            return str(accelerator.scaler_history.diagnosis().set_in)
-        finally:
-            detach(accelerator)
-
-    def launched_and_set() -> Any:
-        accelerator = cpu()
-        attach_default(accelerator)
-        return attach(accelerator, heal=True)
-
-    assert set_in(lambda: attach(cpu())) == "code"
-    monkeypatch.setenv(SET_IN, "run.yaml")
-    assert set_in(lambda: attach(cpu())) == "run.yaml"
-    assert set_in(lambda: ScaledAccelerator(cpu=True)) == "run.yaml"
-    assert set_in(lambda: attach(cpu(), heal=True)) == "code"
-    assert set_in(lambda: attach(cpu(), ScalerConfig())) == "code"
-    assert set_in(launched_and_set) == "code"
 
 
 @pytest.mark.parametrize(

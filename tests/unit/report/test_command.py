@@ -70,7 +70,7 @@ def call(*argv: object) -> int:
 
 def bad_run(path: Path, **start: Any) -> Path:
     lines = t.story(300, lambda s, _: s < 2 or 200 <= s < 206, with_times=True)
-    lines[0] = t.start(settings={"step_mode": "overlap"}, **start)
+    lines[0] = t.start(settings={"step_mode": "overlap"}, changed=["step_mode"], **start)
     first = {"where": "forward", "module": "transformer.h.3.mlp.c_fc", "class": "Conv1D"}
     first |= {"micro_batch": 2, "input": [-8.5, 9.0], "output": ["-inf", 65504.0], "text": "Boom."}
     return t.write(path, [x | {"first": first} if x.get("step") == 203 else x for x in lines])
@@ -84,7 +84,7 @@ def test_the_page_holds_all_and_needs_nothing_but_itself(tmp_path: Path) -> None
     assert "5 steps (step 200 to step 205)" in page.text
     assert "step 203: Boom." in page.text.replace("Step", "step")
     assert "['transformer.h.3.mlp.c_fc']" in page.text
-    assert {"2.13.0", "overlap"} <= set(page.cells)
+    assert {"2.13.0", "step_mode", "overlap"} <= set(page.cells)
     assert page.drawn == CHARTS
     assert not set(page.tags) & {"link", "iframe", "object", "embed", "img", "base"}
     for _, key, value in page.attributes:
@@ -93,7 +93,6 @@ def test_the_page_holds_all_and_needs_nothing_but_itself(tmp_path: Path) -> None
     assert "@import" not in text
     assert "url(" not in text
     assert ("meta", "name", "viewport") in page.attributes
-    assert {"transformer.h.3.mlp.c_fc", "8 (first: step 0)"} <= set(page.cells)
     used, known = (set(re.findall(rf"{by}--([\w-]+)", text)) for by in (r"var\(", r"[{{ ]"))
     hues = {
         each["hue"] for chart in json.loads(page.scripts[0])["charts"] for each in chart["lines"]

@@ -23,8 +23,8 @@ def test_each_has_its_number(tmp_path: Path) -> None:
             line["loss"] = 5.0 - line["step"] / 1000
     assert tiles(tmp_path, lines) == {
         "steps": ("1,200", ""),
-        "skipped": ("3", "0.2 % of all: 1 searching, 2 after growth"),
-        "last loss": ("3.801", "4.999 at first, lowest 3.801"),
+        "skipped": ("3", "0.25 % of all: 1 searching, 2 after growth"),
+        "last loss": ("3.801", "5 at first, lowest 3.801"),
         "scale": ("32768", "65536 at first, lowest 32768 (step 0)"),
         "steps a second": ("10", "after the first step; 2 min in all"),
         "optimizer hidden": ("93.3 %", "of 30 ms an update"),
@@ -50,8 +50,7 @@ def test_sessions_are_added_up_and_a_loss_that_is_no_number_is_shown(tmp_path: P
     found = tiles(tmp_path, lines)
     assert found["steps"] == ("50", "in 2 sessions")
     assert found["last loss"] == ("nan", "")
-    speed = "after the first step of the last session; 5 s in all"
-    assert found["steps a second"] == ("10", speed)
+    assert found["steps a second"] == ("10", "after the first step; 5 s in all")
 
 
 def test_an_update_that_is_awaited_is_a_time_and_not_a_share(tmp_path: Path) -> None:
@@ -83,11 +82,11 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
         found.items()
         >= {
             "parameters": "124,439,808",
-            "parameters trained": "294,912",
-            "memory of the parameters": "497.8 MB",
+            "parameters_trained": "294,912",
+            "parameter_bytes": "497.8 MB",
             "eval_loss": "nan lowest 2.25, highest 2.5",
             "eval_f1": "nan",
             "test_f1": "0.5",
-            "peak memory, host": "1,073.7 MB lowest 1,073.7 MB, highest 2,147.5 MB",
+            "host_peak_bytes": "1,073.7 MB lowest 1,073.7 MB, highest 2,147.5 MB",
         }.items()
     )

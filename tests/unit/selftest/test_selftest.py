@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from accel_scaler.optimizer_step.clipping import Clipping
 from accel_scaler.optimizer_step.masters import ParameterPair
 from accel_scaler.optimizer_step.replica import Replica
 from accel_scaler.overflow.making import GradientMaker
-from accel_scaler.scaling import GradScaler
 from accel_scaler.scaling.update_rule import Rule
 from accel_scaler.selftest import rows
 from accel_scaler.selftest.training import joined
@@ -40,20 +38,14 @@ def twice(step: Any) -> Any:
     return lambda *args: (step(*args), step(*args))[1]
 
 
-def without_count(load: Any) -> Any:
-    return lambda self, state: load(self, state | {"_growth_tracker": 0})
-
-
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "sync is torch's": (Clipping, "clip_norm", loosely),
     "overlap is torch's": (Replica, "step_part", twice),
     "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
     "retry loses no batch": (GradientMaker, "make_again", lambda _: lambda *args: False),
-    "save and resume": (GradScaler, "load_state_dict", lambda _: lambda *args: None),
 }
 """A fault of the package for each row: an attribute, and what takes its place."""
 OTHERS = [
-    ("save and resume", (GradScaler, "load_state_dict", without_count)),
     ("sync is torch's", (Rule, "advance", lambda rule: lambda *args: rule(*args[:2], False))),
 ]
 
@@ -73,12 +65,12 @@ def test_a_row_holds_and_its_fault_is_told(
 ) -> None:
     with joined():
         held = rows.attempt(row, rows.ROWS[row])
-        assert (held.status, held.got) == ("ok", held.expected), held
+        assert held.status == "ok", held
         break_it(monkeypatch, fault)
         found = rows.attempt(row, rows.ROWS[row])
     assert found.status == "failed"
-    assert found.got != found.expected
-    assert "Window(" not in found.got, "what differs alone"
+    assert "expected" in found.text or "differ, by up to" in found.text
+    assert "Window(" not in found.text, "what differs alone"
 
 
 def test_every_row_has_its_fault() -> None:
@@ -89,7 +81,7 @@ def test_every_row_has_its_fault() -> None:
 def test_a_row_of_offload_says_that_there_is_nothing_to_move(row: str) -> None:
     with joined():
         found = rows.attempt(row, rows.ROWS[row])
-    assert (found.status, found.got, found.reason) == ("not run", "", rows.NOTHING_TO_MOVE)
+    assert (found.status, found.text) == ("not run", rows.NOTHING_TO_MOVE)
 
 
 @pytest.mark.parametrize("faulty", [None, torch.float32, torch.float16])
@@ -110,7 +102,7 @@ def test_offload_is_compared_with_float32_and_with_float16_weights(
     with joined():
         found = rows.attempt(OFFLOAD, rows.ROWS[OFFLOAD])
     assert found.status == ("ok" if faulty is None else "failed")
-    assert found.reason.startswith("" if faulty is None else f"{faulty}: ")
+    assert found.text.startswith("" if faulty is None else f"{faulty}: ")
 
 
 @pytest.mark.process
@@ -146,8 +138,7 @@ def test_what_a_device_lacks_is_named_and_is_no_failure(
     found = rows.attempt("a row", refuse)
     text = f"{error.__name__}: no such kernel"
     expected = REFUSALS[kind].get(error, "failed")
-    told = (text, "no error", "") if expected == "failed" else ("", "", text)
-    assert (found.status, found.got, found.expected, found.reason) == (expected, *told)
+    assert (found.status, found.text) == (expected, text)
 
 
 @pytest.mark.parametrize("fault", [None, "retry loses no batch"])
@@ -162,37 +153,26 @@ def test_the_command_tells_each_row_and_leaves_nothing_behind(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # a user's, and not of the rows
     monkeypatch.setenv("ACCEL_SCALER_STEP_MODE", "overlap")
-    assert run("--json", str(tmp_path / "found.json")) == (fault is not None)
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    assert run() == (fault is not None)
+    assert list(tmp_path.iterdir()) == []
     assert logging.root.manager.disable == logging.NOTSET
     assert AcceleratorState._shared_state == PartialState._shared_state == {}
-    written = json.loads((tmp_path / "found.json").read_text())
     lines = capsys.readouterr().out.splitlines()
-    names = ["device", *rows.ROWS]
-    assert [row["row"] for row in written["rows"]] == names
     assert max(map(len, lines)) <= 100
-    begins = [at for at, line in enumerate(lines) if not line.startswith(" ")]
-    for row, begin, end in zip(written["rows"], begins[1:], begins[2:], strict=False):
-        expected = "not run" if row["row"] in NOT_HERE else "ok"
-        assert row["status"] == ("failed" if row["row"] == fault else expected)
-        told = " ".join(" ".join(lines[begin:end]).split())
-        assert all(row[key] in told for key in ("row", "status", "got", "reason"))
-        assert (row["expected"] in told) == (
-            row["expected"] in ("", row["got"]) or row["status"] == "failed"
-        )
-        assert ("expected" in told) == (row["status"] == "failed")
-    assert (written["ok"], written["not run"], written["failed"]) == (
-        len(names) - 3 - (fault is not None), 3, int(fault is not None)
-    )  # fmt: skip
+    told = {line[:27].strip(): line[27:36].strip() for line in lines if line[:1].strip()}
+    expected = {name: "not run" if name in NOT_HERE else "ok" for name in rows.ROWS}
+    expected |= {"row": "status", "device": "ok"} | ({} if fault is None else {fault: "failed"})
+    totals = list(told)[-1]
+    assert {name: status for name, status in told.items() if name != totals} == expected
+    failed = int(fault is not None)
+    assert lines[-1] == f"{len(rows.ROWS) - 2 - failed} ok, 3 not run, {failed} failed"
+    assert any(" expected " in f" {line.strip()} " for line in lines) == bool(failed)
 
 
 BAD: dict[str, tuple[list[str], list[str]]] = {
     "no such device": (["--device", "cuda:7"], ["cuda:7", "cpu"]),
     "no device": (["--device", "gpu"], ["'gpu'", "cpu"]),
     "trains nothing": (["--device", "meta"], ["meta", "cpu"]),
-    "no process": (["--num_processes", "0", "--device", "cpu"], ["0", "1 to "]),
-    "many processes": (["--num_processes", "9999", "--device", "cpu"], ["9999", "1 to "]),
-    "for ranks": (["--num_processes", "2", "--device", "xpu"], ["xpu", "cpu"]),
     **{
         f"parameters {text!r}": (["--device", "cpu", "--parameters", text], [text, "1.5B", "10T"])
         for text in (
@@ -218,16 +198,6 @@ def test_bad_input_is_one_line_before_anything_runs(
     assert len(said.err) < 700
     shown = [word if len(word) < 100 else word[:50] for word in words]
     assert all(word.strip() in said.err for word in shown)
-
-
-@pytest.mark.parametrize("path", ["", "/dev/full"])
-def test_a_file_that_cannot_be_written_is_one_line(
-    capsys: pytest.CaptureFixture[str], path: str
-) -> None:
-    assert run("--json", path) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert f"--json {path!r}: cannot be written" in said.err
 
 
 def test_ctrl_c_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

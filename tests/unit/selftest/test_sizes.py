@@ -3,9 +3,6 @@ of docs/offload.md."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from places import ROOT
@@ -16,7 +13,7 @@ from accel_scaler.config import COUNTS, amount_of
 from accel_scaler.selftest import sizes
 from accel_scaler.selftest.rows import Result
 
-MEASURED = {"up": 24.0, "down": 20.0, "both": 32.0, "tflops": 100.0}
+MEASURED = {"up": 24.0, "down": 20.0, "both": 32.0}
 DTYPES = {"float32": torch.float32, "16-bit": torch.bfloat16}
 
 
@@ -89,15 +86,11 @@ def test_measured_copies_take_their_bytes_by_their_speed() -> None:
     """1.5 billion parameters: 12 and 18 GB each way."""
     found = sizes.table(1_500_000_000, MEASURED)
     assert [*found.values()][-4:] == [
-        {"float32": 12 / 24, "16-bit": 18 / 24},
-        {"float32": 12 / 20, "16-bit": 18 / 20},
-        {"float32": 24 / 32, "16-bit": 36 / 32},
-        {"float32": 20_000, "16-bit": 30_000},
+        [12 / 24, 18 / 24],
+        [12 / 20, 18 / 20],
+        [24 / 32, 36 / 32],
+        [20_000, 30_000],
     ]
-    without = sizes.table(1_500_000_000, {**MEASURED} | {"tflops": 1.0})
-    assert [*without.values()][-1] == {"float32": 200, "16-bit": 300}
-    unknown = sizes.table(1_500_000_000, {way: MEASURED[way] for way in ("up", "down", "both")})
-    assert unknown == {key: found[key] for key in [*found][:-1]}
 
 
 @pytest.mark.parametrize("measured", [{}, MEASURED], ids=["assumed", "measured"])
@@ -108,35 +101,29 @@ def test_lines_have_a_hundred_columns(count: int, measured: dict[str, float]) ->
     for title, numbers in sizes.table(count, measured).items():
         (line,) = [line for line in lines if line.startswith(f"{title}  ")]
         shown = [float(word.replace(",", "")) for word in line.removeprefix(title).split()]
-        assert shown == pytest.approx([*numbers.values()], rel=5e-3)
+        assert shown == pytest.approx(numbers, rel=5e-3)
 
 
-def test_the_command_says_what_it_can_without_a_device(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "found.json"
-    assert cli.main(["test", "--device", "cpu", "--parameters", "1.5b", "--json", str(path)]) == 0
+def test_the_command_says_what_it_can_without_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["test", "--device", "cpu", "--parameters", "1.5b"]) == 0
     out = capsys.readouterr().out
-    written = json.loads(path.read_text())
-    assert [row["status"] for row in written["rows"]] == ["ok", "not run", "not run"]
-    assert written["parameters"] == 1_500_000_000
-    assert written["offload"] == sizes.table(1_500_000_000, {})
+    assert "1 ok, 1 not run, 0 failed" in out
     assert out.endswith("\n".join(["", *sizes.told(1_500_000_000, {}), ""]))
 
 
-LONG = Result("a row", "failed", "x" * 150, "it " * 40, "a reason\nof two lines")
+LONG = Result("a row", "failed", "x" * 150 + " a reason\nof two lines " + "it " * 40)
 
 
 def test_a_row_is_as_wide_as_the_table_and_tells_what_differs() -> None:
     lines = [*LONG.lines()]
     assert max(map(len, lines)) == 100
-    assert "".join(line[36:] for line in lines).startswith("x" * 150 + "expected it it")
-    assert lines[-1].strip() == "a reason of two lines"
+    assert "".join(line[36:] for line in lines).startswith("x" * 150)
+    assert "a reason of two lines it it" in " ".join(map(str.strip, lines))
     assert [line[:36].split() for line in lines] == [
         ["a", "row", "failed"],
         *[[]] * (len(lines) - 1),
     ]
-    assert [*Result("a row", "ok", "1", "1").lines()] == [f"{'a row':<27}ok       1"]
+    assert [*Result("a row", "ok", "1").lines()] == [f"{'a row':<27}ok       1"]
     assert [*Result("a row", "ok").lines()] == [f"{'a row':<27}ok"]
 
 

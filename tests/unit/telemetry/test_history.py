@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from accel_scaler.telemetry.history import KEPT_DETAILS, KEPT_RECORDS, History
+from accel_scaler.telemetry.history import KEPT_RECORDS, History
 from accel_scaler.telemetry.record import Record, Start
 
 
@@ -44,13 +44,6 @@ def test_memory_is_bounded_and_totals_are_not() -> None:
     assert len(history.records) == KEPT_RECORDS
     assert (history.boundaries, history.skips) == (windows, windows)
     assert history.records[-1].index == windows - 1
-
-
-def test_single_parameters_are_known_of_the_last_windows() -> None:
-    history = History()
-    for index in range(KEPT_DETAILS + 2):
-        history.add(record(index, norms=(1.0,)))
-    assert [r.norms is not None for r in history.records] == [False] * 2 + [True] * KEPT_DETAILS
 
 
 def test_the_summary_says_what_happened() -> None:

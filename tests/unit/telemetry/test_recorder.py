@@ -1,9 +1,8 @@
-"""Norms under their parameters' names, in the model's order; and what belongs to no window."""
+"""Norms under their parameters' names; and what belongs to no window."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from accel_scaler import ScalerConfig
 from accel_scaler.console import number as number_of
 from accel_scaler.scaling import GradNorm, GradScaler, ParameterNames
-from accel_scaler.telemetry.recorder import NameTable, command_line, make_recorder
+from accel_scaler.telemetry.recorder import NameTable, make_recorder
 
 
 def table_of(*models: nn.Module) -> NameTable:
@@ -41,15 +40,13 @@ def told(table: NameTable, *found: GradNorm) -> Any:
     return list(zip(seen["names"], seen["norms"], strict=True))
 
 
-def test_norms_are_in_the_order_of_the_model_whatever_that_of_the_clips() -> None:
+def test_norms_have_the_names_of_the_model_or_else_of_the_optimizer() -> None:
     model, own = chain(), nn.Parameter(torch.zeros(5))
     table, (a, b, c, d) = table_of(model), list(model.parameters())
-    names = ("0.weight", "0.bias", "1.weight", "1.bias")
-    expected = list(zip(names, [1.0, 2.0, 3.0, 4.0], strict=True))
-    assert told(table, norm_of([d, c, b, a], [4.0, 3.0, 2.0, 1.0])) == expected
+    expected = [("1.weight", 3.0), ("1.bias", 4.0), ("0.weight", 1.0), ("0.bias", 2.0)]
     assert told(table, norm_of([c, d], [3.0, 4.0]), norm_of([a, b], [1.0, 2.0])) == expected
     unknown = ("parameter 0 of group 0, shape (5,)", 9.0)
-    assert told(table, norm_of([own, b], [9.0, 2.0])) == [("0.bias", 2.0), unknown]
+    assert told(table, norm_of([own, b], [9.0, 2.0])) == [unknown, ("0.bias", 2.0)]
     assert told(table, norm_of([b, b], [2.0, 2.0])) == [("0.bias", 2.0)] * 2
     nothing = GradNorm([a], 1.0)
     assert table.norms([nothing], torch.optim.SGD([a], lr=1.0)) == {}
@@ -72,22 +69,6 @@ def test_a_model_that_is_known_later_renames_its_parameters() -> None:
     assert told(table, found) == [("parameter 0 of group 0, shape (3, 2)", 1.0)]
     names.add_module(model)
     assert told(table, found) == [("0.weight", 1.0)]
-
-
-@pytest.mark.parametrize(
-    ("typed", "kept"),
-    [
-        ("train.py --lr 1e-4 --tokenizer_name gpt2", "train.py --lr 1e-4 --tokenizer_name gpt2"),
-        ("train.py --hub_token hf_abc --lr 1", "train.py --hub_token ... --lr 1"),
-        ("t.py --wandb-key=abc -token x", "t.py --wandb-key=... -token ..."),
-        ("t.py --push_to_hub_token --lr 1", "t.py --push_to_hub_token --lr 1"),
-        ("'a b.py' 'x=y z'", "'a b.py' 'x=y z'"),
-        ("t.py " + "x" * 3000, "t.py " + "x" * 1995),
-        ("", ""),
-    ],
-)
-def test_the_command_line_is_kept_without_secrets(typed: str, kept: str) -> None:
-    assert command_line(shlex.split(typed)) == kept
 
 
 def test_of_a_model_in_two_modules_each_parameter_is_there_once_and_none_that_is_not_made() -> None:

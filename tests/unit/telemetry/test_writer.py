@@ -15,10 +15,9 @@ import pytest
 from telemetry_runs import kinds_of, lines_of, parse, windows_of
 
 from accel_scaler import ConfigError
-from accel_scaler.optimizer_step import StepTiming
 from accel_scaler.telemetry import writer
 from accel_scaler.telemetry.record import FORMAT, Record
-from accel_scaler.telemetry.writer import Journal, OpenRecord, refuse_unwritable
+from accel_scaler.telemetry.writer import Journal
 
 FACTS = {"package": "0", "rank": 0, "ranks": 1, "device": "cpu", "precision": "fp16"}
 
@@ -30,7 +29,7 @@ def record(index: int = 0, **rest: Any) -> Record:
 
 def put(journal: Journal, *records: Record) -> None:
     for each in records:
-        journal.append(OpenRecord(each))
+        journal.add(each)
     journal.flush()
 
 
@@ -127,14 +126,6 @@ def test_the_error_that_ends_the_process_is_in_the_end_line(
     assert end["error"] == "RuntimeError: no more data"
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_a_launch(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    refuse_unwritable(str(tmp_path / "new" / "run.jsonl"))
-    with pytest.raises(ConfigError, match="nothing can be made in"):
-        refuse_unwritable(str(tmp_path / "file" / "new" / "run.jsonl"))
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
 class Disk:
     """``os.write`` onto a disk that may be full after some more bytes, a few at a time."""
 
@@ -183,48 +174,32 @@ def test_a_disk_that_fills_is_one_warning_and_the_end_of_the_file(
     assert len(last) == room or not room
 
 
-def timing(finished: bool = True, **values: Any) -> Any:
-    return StepTiming(**({"start": 7.0, "busy": 2.0, "inline": True} | values), finished=finished)
-
-
-def window(index: int, *timings: Any, found_inf: bool = False, **values: Any) -> OpenRecord:
-    record = Record(index, 8.0, 8.0, found_inf, None, found_inf=found_inf)
-    return OpenRecord(record, timings=list(timings), **values)
-
-
-def steps(path: Path) -> list[int]:
-    return [line["step"] for line in windows_of(path)]
-
-
-def test_windows_are_written_together_and_overflows_at_once(
+def test_windows_are_written_together_and_the_last_one_may_be_amended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run.jsonl"
-    monkeypatch.setattr(writer, "MAX_WAITING", 3)
     monkeypatch.setattr(writer, "MAX_WAIT_S", 1e9)
-    journal, counts = Journal(str(path), FACTS), []
-    for index in range(9):
-        journal.append(window(index, found_inf=index == 4))
-        counts.append(len(steps(path)))
-    assert counts == [0, 0, 0, 3, 3, 5, 5, 5, 8]
-
-
-def test_what_is_known_only_after_the_step_joins_the_record() -> None:
-    waits = [(8.0, 0.5, "w"), (8.75, 0.25, "b")]
-    beside = timing(inline=False, waits=waits)
-    running = timing(finished=False)
-    open_record = window(0, timing(start=6.0, busy=1.0), beside, running)
-    record = open_record.complete()
-    assert (record.optimizer_us, record.waited_us) == (3_000_000, 1_750_000)
+    journal = Journal(str(path), FACTS)
+    for index in range(3):
+        journal.add(record(index))
+        journal.add(record(index, loss=0.5))
+    assert windows_of(path) == []
+    monkeypatch.setattr(writer, "MAX_WAIT_S", 0.0)
+    journal.add(record(3))
+    assert [(line["step"], line["loss"]) for line in windows_of(path)] == [
+        (step, 0.5) for step in range(3)
+    ]
+    journal.close()
+    assert len(windows_of(path)) == 4
 
 
 CHILD = """
 import os, sys
 from accel_scaler.telemetry.record import Record
-from accel_scaler.telemetry.writer import Journal, OpenRecord
+from accel_scaler.telemetry.writer import Journal
 journal = Journal(sys.argv[1], {})
 def put(index):
-    journal.append(OpenRecord(Record(index, 8.0, 8.0, False, None)))
+    journal.add(Record(index, 8.0, 8.0, False, None))
     journal.flush()
 put(0)
 """

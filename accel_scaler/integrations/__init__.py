@@ -7,3 +7,4 @@ library is replaced. The folder computes no gradient itself, and knows no launch
 
 from .accelerator import ScaledAccelerator as ScaledAccelerator
 from .attaching import attach as attach, attach_default as attach_default, detach as detach
+from .stock_scaler import SCALE_SETTINGS as SCALE_SETTINGS, scaled_elsewhere as scaled_elsewhere

@@ -40,11 +40,16 @@ from ..config import (
 )
 from ..config_file import PACKAGE, as_section, find_config, read_config
 from ..console import plain, say, written
-from ..errors import ConfigError
+from ..devices import present_type
+from ..errors import ConfigError, UnsupportedError
+from ..integrations import SCALE_SETTINGS, scaled_elsewhere
 from .flags import DEST, USAGE, add_flags, own_parser
 
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
+USE_CPU = "ACCELERATE_USE_CPU"
+FP16_ONLY = {*SCALE_SETTINGS, "enabled", "growth_headroom"}
+"""Settings that do nothing in other precisions."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,11 +92,22 @@ def main(argv: Sequence[str]) -> int:
     args, ours = parse(argv)
     with tempfile.TemporaryDirectory(prefix="accel_scaler_") as folder:
         config, sources, merged = prepare(args, ours, Path(folder))
+        asked, started = _processes(merged)
+        if started < asked and not args.quiet:
+            text = (
+                f"num_processes is {asked}, but Accelerate starts one process here: only "
+                "--multi_gpu (in a file distributed_type: MULTI_GPU) starts several. On a CPU give "
+                f"that, and set {USE_CPU}=true in the environment, too."
+            )
+            print("accel-scaler: warning:", text, file=sys.stderr)
         if ours.dry_run:
             _say_settings(config, sources, merged)
             return 0
         if not args.quiet:
-            changed = [f"{n}={getattr(config, n)!r} ({source})" for n, source in sources.items()]
+            texts: dict[str, list[str]] = {}
+            for name, source in sources.items():
+                texts.setdefault(source, []).append(f"{name}={getattr(config, name)!r}")
+            changed = [f"{', '.join(each)} ({source})" for source, each in texts.items()]
             what = f"attaching with {', '.join(changed) or 'the defaults'}"
             what = "nothing is attached (--no_attach)" if ours.no_attach else what
             what += f"; mixed_precision={merged.mixed_precision!r}"
@@ -113,22 +129,40 @@ def prepare(
     script = args.training_script
     if not (args.module or args.no_python or script == "-" or os.path.exists(script)):
         raise ConfigError(f"the script {script!r} does not exist (from {os.getcwd()}).")
-    return config, sources, _merged_by_accelerate(args)
+    merged = _merged_by_accelerate(args)
+    if not ours.no_attach:
+        _refuse_unsuitable(merged)
+    return config, sources, merged
 
 
 def _say_settings(config: ScalerConfig, sources: dict[str, str], merged: Any) -> None:
-    """Print the table of a dry run, and the section for a config file."""
+    """Print the table of a dry run, and the section for a config file. Without a loss scale its
+    settings are left out, but for those that something sets."""
     rows = {
         "mixed_precision": (merged.mixed_precision or "no", "Accelerate"),
-        "num_processes": (merged.num_processes or 1, "Accelerate"),
+        "num_processes": (_processes(merged)[1], "Accelerate"),
     }
+    hidden = () if merged.mixed_precision == "fp16" else FP16_ONLY
+    refused = {*SCALE_SETTINGS} & config.changed().keys()
     for name, value in dataclasses.asdict(config).items():
-        rows[name] = value, sources.get(name, "default")
+        source = sources.get(name, "default")
+        if name in hidden:
+            source += "; refused without fp16" if name in refused else "; fp16 only"
+        if name in sources or name not in hidden:
+            rows[name] = value, source
     for name, (value, source) in rows.items():
         say(f"{name:<22} {written(value):<12} {source}")
     if sources:
         given = {name: getattr(config, name) for name in sources}
         say("\nFor a config file:\n" + as_section(given).rstrip())
+
+
+def _processes(merged: Any) -> tuple[int, int]:
+    """How many processes are asked for, and how many Accelerate starts, on all machines."""
+    asked = int(merged.num_processes or 1)  # a file may hold a text
+    several = ("multi_gpu", "use_fsdp", "use_deepspeed", "use_megatron_lm", "tpu")
+    is_one = merged.cpu or not any(getattr(merged, flag) for flag in several)
+    return asked, 1 if is_one and merged.mpirun_hostfile is None else asked
 
 
 def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
@@ -140,6 +174,10 @@ def _take_section(args: argparse.Namespace, folder: Path) -> list[Source]:
     else:
         return []
     section, rest = read_config(path)
+    if not path.stat().st_size:
+        raise ConfigError(
+            f"{path}: the file is empty. First: accelerate config --config_file {path}"
+        )
     copy = folder / "config.yaml"
     if rest is not None:
         copy.write_text(rest, encoding="utf-8")
@@ -160,6 +198,31 @@ def _merged_by_accelerate(args: argparse.Namespace) -> Any:
     finally:
         log.disabled = was_disabled
     return merged
+
+
+def _refuse_unsuitable(merged: Any) -> None:
+    """Raise ``UnsupportedError`` for FSDP that Accelerate would leave out, and other scalers."""
+    ranks, present = str(merged.num_processes or 1), present_type()  # a file may hold a text
+    reasons = {
+        "use_cpu": merged.cpu or merged.use_cpu,
+        USE_CPU: os.environ.get(USE_CPU, "").lower() in ("y", "yes", "t", "true", "on", "1"),
+        f"this machine has {present} only": present in ("cpu", "mps"),
+    }
+    why = next(filter(reasons.get, reasons), None)
+    if merged.use_fsdp and ranks != "1" and why is not None:
+        raise UnsupportedError(
+            f"got FSDP with num_processes={ranks} without GPUs ({why}): Accelerate shards nothing "
+            f"there; each process would hold the whole model, and without {USE_CPU}=true train "
+            "alone. Take out what forbids GPUs, or give --num_processes 1; for DDP on a CPU give "
+            "--multi_gpu, with that variable."
+        )
+    kinds = {"use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
+    for flag, kind in kinds.items():
+        if getattr(merged, flag) and not merged.cpu:
+            raise UnsupportedError(
+                f"nothing can be attached: {scaled_elsewhere(kind)}. Add --no_attach, or use "
+                "`accelerate launch`."
+            )
 
 
 @contextmanager

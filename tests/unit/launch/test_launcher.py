@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands import launch as commands
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -181,16 +182,65 @@ def test_a_dry_run_prints_each_setting_with_its_source_and_starts_nothing(
     ]
 
 
+def test_a_dry_run_without_a_scale_leaves_out_its_settings(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--dry_run", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16"]
+    assert main([*argv, "--min_scale", "4", "--no_growth_headroom", "train.py"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table}
+    assert rows["mixed_precision"] == "bf16 Accelerate"
+    assert rows["num_processes"] == "2 Accelerate"
+    assert rows["min_scale"] == "4 command line; refused without fp16"
+    assert rows["growth_headroom"] == "false command line; fp16 only"
+    assert {"init_scale", "enabled", "heal"}.isdisjoint(rows)
+    assert {"offload", "skip_nonfinite", "fp32_modules"} <= rows.keys()
+
+
+MULTI_CPU = "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\nnum_processes: 2\n"
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]], ids=["launch", "dry_run"])
+def test_one_process_in_place_of_several_is_said(
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dry: list[str],
+) -> None:
+    """Accelerate itself takes its launcher of one process there."""
+    Path("cpus.yaml").write_text(f"{MULTI_CPU}mixed_precision: bf16\n")
+    argv, calls = ["--config_file", "cpus.yaml", "train.py"], []
+    monkeypatch.setattr(commands, "simple_launcher", calls.append)
+    commands.launch_command(launch_command_parser().parse_args(argv))
+    assert len(calls) == 1
+    assert main([*dry, "--config_file", "cpus.yaml", "train.py"]) == 0
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("accel-scaler: warning: num_processes is 2, but Accelerate starts one")
+    assert "--multi_gpu" in first
+    assert "ACCELERATE_USE_CPU=true" in first
+    assert main([*dry, "--config_file", "cpus.yaml", "--num_processes", "1", "train.py"]) == 0
+    assert main([*dry, "--config_file", "cpus.yaml", "--multi_gpu", "train.py"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "refused"),
     [
         (["train.py"], ""),
         (["--tpu", "no.py"], "the script 'no.py' does not exist"),
+        (["--tpu", "train.py"], "an XLA device"),
+        (["--use_deepspeed", "train.py"], "DeepSpeed's engine scales the loss"),
+        (["--config_file", "deepspeed.yaml", "train.py"], "DeepSpeed's engine scales the loss"),
+        (["--tpu", "--no_attach", "train.py"], ""),
         (["--min_scale", "low", "--config_file", "bad.yaml", "no.py"],
          "bad.yaml: step_mode: got 'later'"),
         (["--min_scale", "9", "--init_scale", "4", "train.py"], "(init_scale: command line;"),
         (["--config_file", "no.yaml", "no.py"], "'no.yaml', and there is no"),
+        (["--config_file", "empty.yaml", "train.py"], "empty.yaml: the file is empty"),
         (["--multi_gpu", "--use_fsdp", "train.py"], "Accelerate refuses these arguments"),
+        (["--config_file", "fsdp.yaml", "train.py"], "got FSDP with num_processes=2 without"),
+        (["--config_file", "text.yaml", "train.py"], "got FSDP with num_processes=2 without"),
+        (["--config_file", "fsdp.yaml", "--no_attach", "train.py"], ""),
     ],
 )  # fmt: skip
 def test_a_dry_run_refuses_what_a_launch_refuses(
@@ -198,6 +248,11 @@ def test_a_dry_run_refuses_what_a_launch_refuses(
     argv: list[str], refused: str,
 ) -> None:  # fmt: skip
     with_section("step_mode: later", "bad.yaml")
+    Path("fsdp.yaml").write_text("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n")
+    Path("text.yaml").write_text("distributed_type: FSDP\nnum_processes: '2'\n")
+    monkeypatch.setattr(launcher_module, "present_type", lambda: "cpu")
+    Path("empty.yaml").touch()
+    Path("deepspeed.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 1\n")
     assert cli.main(["launch", "--dry_run", *argv]) == (2 if refused else 0)
     lines = capsys.readouterr().err.splitlines()
     assert started.args is None
@@ -211,6 +266,35 @@ def test_a_dry_run_refuses_what_a_launch_refuses(
     with pytest.raises(AccelScalerError) as caught:
         main(argv)
     assert " ".join(str(caught.value).split()) in line
+    assert started.args is None
+
+
+@pytest.mark.parametrize(
+    ("present", "use_cpu", "flags", "why"),
+    [
+        ("cuda", None, [], ""),
+        ("cuda", "0", [], ""),
+        ("cuda", "True", [], "ACCELERATE_USE_CPU"),
+        ("cpu", None, [], "this machine has cpu only"),
+        ("mps", "", [], "this machine has mps only"),
+        ("cpu", None, ["--num_processes", "1"], ""),
+        ("cpu", "1", ["--multi_gpu"], ""),
+    ],
+)
+def test_fsdp_that_accelerate_would_leave_out_is_refused(
+    started: Started, monkeypatch: pytest.MonkeyPatch,
+    present: str, use_cpu: str | None, flags: list[str], why: str,
+) -> None:  # fmt: skip
+    """Also where neither the file nor a flag says it; ``test_config_files.py`` starts two ranks."""
+    monkeypatch.setattr(launcher_module, "present_type", lambda: present)
+    if use_cpu is not None:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", use_cpu)
+    argv = ["--config_file", "fsdp2_fp16", *flags, "train.py"]
+    if not why:
+        assert main(argv) == 0
+        return
+    with pytest.raises(AccelScalerError, match=rf"num_processes=2 without GPUs \({why}\): "):
+        main(argv)
     assert started.args is None
 
 
@@ -239,7 +323,7 @@ def test_the_section_is_taken_out_and_the_settings_are_printed(
     assert started.config_file is not None
     assert not started.config_file.parent.exists()
     (said,) = capsys.readouterr().err.splitlines() or [""]
-    settings = f"min_scale=2.0 ({name}), step_mode='overlap' ({name}), growth_interval=2000"
+    settings = "min_scale=2.0, step_mode='overlap', growth_interval=2000"
     for part in (f" {settings} ({name})", "; mixed_precision='fp16'. What "):
         assert (part in said) is not quiet
 

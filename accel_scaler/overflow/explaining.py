@@ -46,7 +46,6 @@ class OverflowExplainer(Observer):
             ``always``: every window is watched. ``off``: no origin is searched for.
         after: the number of overflows in a row from which on their origin is searched for.
         retries: a window that has overflowed is made again at lower scales.
-        looks_ahead: with ``retries``, the scale grows only while gradients leave room for it.
         healer: with a healer, a window that has overflowed is run again whatever ``how`` says.
         around_backward: entered around a backward, as the training loop does.
     """
@@ -57,7 +56,6 @@ class OverflowExplainer(Observer):
         how: Literal["watch", "replay", "always", "off"],
         after: int,
         retries: bool,
-        looks_ahead: bool,
         healer: Healer | None,
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -76,7 +74,6 @@ class OverflowExplainer(Observer):
                 self.recording,
                 self.meeting,
                 retries,
-                looks_ahead,
                 self._heal_open,
                 around_backward,
             )

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-import torch
-from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -21,7 +18,6 @@ from ..scaling import (
     local,
     parameters_of,
 )
-from .gradients import largest_of
 from .meeting import Meeting
 from .obstacle import Obstacle
 from .recording import WindowRecording
@@ -31,11 +27,6 @@ logger = logging.getLogger("accel_scaler")
 
 MAX_RETRIES = 16
 """The most retries of one window: from the usual scale of 65536 down to 1."""
-
-LOOKS = 32
-"""How often the largest gradient is measured between two growths of the scale."""
-
-MOST = torch.finfo(torch.float16).max
 
 
 class GradientMaker:
@@ -47,8 +38,6 @@ class GradientMaker:
         recording: the record of the present window.
         meeting: the ranks that communicate.
         retries: whether a window that has overflowed is made again at lower scales.
-        looks_ahead: with ``retries``, the scale grows only while gradients leave room for it; among
-            several ranks it grows as ever.
         heal: heals a window. Returns the scale at which it is to be made again; None: not healed.
         around_backward: entered around a backward, as the training loop does.
     """
@@ -59,18 +48,12 @@ class GradientMaker:
         recording: WindowRecording,
         meeting: Meeting,
         retries: bool,
-        looks_ahead: bool,
         heal: Callable[[Window], float | None],
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.recording, self.meeting = scaler, recording, meeting
         self.retries, self.heal, self.around_backward = retries, heal, around_backward
-        self.looks_ahead = retries and looks_ahead
         self.gradients = recording.gradients
-        self._seen: list[tuple[Tensor, float]] = []
-        """Largest elements of gradients, shape (), since the last growth, and their scales."""
-        self._growth: tuple[Window | None, bool] = None, True
-        """The window in which a growth was due last, and whether there was room for it."""
         self._given_up: Window | None = None
         """The window that is not made again any more."""
         self._logged: set[str] = set()
@@ -80,31 +63,16 @@ class GradientMaker:
         window = self.scaler.window
         if window.closed:
             return
-        looks = self.looks_ahead and not has_ranks()
-        if looks:  # a scaler that is disabled has no interval
-            looks = window.index % max(self.scaler.get_growth_interval() // LOOKS, 1) == 0
         for optimizer in self.scaler.managed:
-            record, params = window.known(optimizer), parameters_of(optimizer)
+            record = window.known(optimizer)
             if record is None or record.stage is OptState.READY:
-                self.gradients.before_check(params)
-                largest = [each.float() for each in largest_of(params).values()] if looks else []
-                if largest:
-                    most = torch.stack([each.to(largest[0].device) for each in largest]).amax()
-                    self._seen.append((most, self.scaler.window_scale))
+                self.gradients.before_check(parameters_of(optimizer))
             elif record.stage is OptState.UNSCALED and record.verdict is None:
                 self.gradients.obstacle = Obstacle.UNSCALED
 
     def has_room(self) -> bool:
-        """Whether a growth of the scale is worth trying. Synchronises."""
-        if not self.looks_ahead:
-            return True
-        if self._growth[0] is not self.scaler.window:  # else another optimizer has stepped in it
-            seen, self._seen = self._seen, []
-            grown = self.scaler.window_scale * self.scaler.get_growth_factor()
-            sizes = [float(largest) / scale * grown for largest, scale in seen]
-            is_room = all(size < MOST for size in sizes if math.isfinite(size))
-            self._growth = self.scaler.window, is_room
-        return self._growth[1]
+        """The scale grows as torch's: a growth that was too much is made again."""
+        return True
 
     def make_again(self) -> bool:
         """Where gradients of the open window have overflowed: make them again, at a lower scale or

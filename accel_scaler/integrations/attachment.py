@@ -121,7 +121,7 @@ class Attachment:
             self.device,
             self.explainer,
             self.recorder,
-            rerun=None if self.explainer is None else self.explainer.maker,
+            rerun=None if self.explainer is None else self.explainer.retry,
             skip_nonfinite=config.skip_nonfinite,
             skip_norm_above=config.skip_norm_above,
         )

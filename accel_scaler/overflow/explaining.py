@@ -18,11 +18,11 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradScaler, Origin, Window, has_ranks, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
-from .making import GradientMaker
 from .meeting import Meeting
 from .obstacle import Obstacle
 from .recording import WindowRecording
 from .rerun import run_again
+from .retry import Retry
 
 logger = logging.getLogger("accel_scaler")
 
@@ -64,19 +64,12 @@ class OverflowExplainer(Observer):
         self.always = how == "always"
         self.meeting = Meeting(scaler)
         self.recording: WindowRecording | None = None
-        self.maker: GradientMaker | None = None
+        self.retry: Retry | None = None
         """Makes gradients again, where that is asked for."""
         if retries or healer is not None or how == "replay":
             self.recording = WindowRecording(self._parameters)
-        if self.recording is not None and (retries or healer is not None):
-            self.maker = GradientMaker(
-                scaler,
-                self.recording,
-                self.meeting,
-                retries,
-                self._heal_open,
-                around_backward,
-            )
+            if retries:
+                self.retry = Retry(scaler, self.recording, self.meeting, around_backward)
         self.finder = OverflowFinder() if self.always else None
         self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._left_to_watch = 0
@@ -118,8 +111,6 @@ class OverflowExplainer(Observer):
             self._left_to_watch -= 1
             if self._left_to_watch <= 0:
                 self._stop_watching()
-            if self.healer is not None:
-                self.healer.window_was_fine()
         for listener in self._listeners():
             listener.before_backward(loss)
 
@@ -132,21 +123,18 @@ class OverflowExplainer(Observer):
         if not window.found_inf and window.grad_norms.are_finite:
             return
         self.meeting.meet([optimizer], window)
-        if not self._is_explained(window):
+        is_explained = self._explained_together or not self.meeting.is_together
+        if self._explained is not window or not is_explained:
             self._find(window)
-        if self.recording is not None and self.maker is not None:  # looking changes nothing
+        if self.recording is not None and (self.retry or self.healer):  # looking changes nothing
             self.recording.restore_statistics()
         before, first = window.before, window.first_scale
-        if window.found_inf and window.retries and before is not None and first is not None:
-            # No lower scale has helped: the skip halves the first scale, as any other skip.
-            self.scaler.write_state(self.scaler.rule.advance(replace(before, scale=first), True))
-        elif window.healed:  # the scale did not fall because it was too large
+        if window.healed:  # the scale did not fall because it was too large
             state = self.scaler.read_state()
             self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
-
-    def _is_explained(self, window: Window) -> bool:
-        is_enough = self._explained_together or not self.meeting.is_together
-        return self._explained is window and is_enough
+        elif window.found_inf and window.retries and before is not None and first is not None:
+            # No lower scale has helped: the skip halves the first scale, as any other skip.
+            self.scaler.write_state(self.scaler.rule.advance(replace(before, scale=first), True))
 
     def _find(self, window: Window) -> None:
         """Find out where the window overflowed, and heal that."""
@@ -167,15 +155,8 @@ class OverflowExplainer(Observer):
             if self.meeting.speaks:
                 how = "skipped" if origin.is_of_data else "overflowed"
                 logger.warning("step %d %s: %s", window.index, how, origin.text)
-        if self.healer is not None:
-            self._heal(self.healer, window, origin)
-
-    def _heal_open(self, window: Window) -> float | None:
-        """Heal the open window. Returns the scale that it had; None where it is not healed now."""
-        if self.healer is None or window.healed or self._is_explained(window):
-            return None
-        self._find(window)
-        return max(self._first_scale, window.first_scale or 1.0) if window.healed else None
+        if self.healer is not None and self.recording is not None:
+            self._heal(self.healer, self.recording, window, origin)
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
@@ -234,11 +215,12 @@ class OverflowExplainer(Observer):
                 raise  # other ranks wait for this one in its forward
             return None, Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
 
-    def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
-        recording, scale = self.recording, window.first_scale or self.scaler.window_scale
-        assert recording is not None
+    def _heal(
+        self, healer: Healer, recording: WindowRecording, window: Window, origin: Origin | None
+    ) -> None:
         if self.meeting.is_alone or self.meeting.first(recording.obstacle()):
             return  # the window cannot run again, as the log says
+        scale = window.first_scale or self.scaler.window_scale
 
         def at_scale_1() -> Origin | None:
             found, why = self._run_again(recording, factor=1 / max(scale, 1.0))
@@ -247,11 +229,9 @@ class OverflowExplainer(Observer):
         found = origin
         if found is None or found.where not in ("forward", "loss"):
             found = at_scale_1()
-        if found is None:
-            healer.window_was_fine()
+        if found is None or not found.where:  # all is finite, or the window cannot run again
             return
-        if found.where:  # else the window cannot run again
-            window.healed = healer.heal(self.models, found, at_scale_1, self.meeting.any)
+        window.healed = healer.heal(self.models, found, window.index, at_scale_1, self.meeting.any)
         if window.healed and self.meeting.speaks:
             logger.warning(
                 "step %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "

@@ -44,37 +44,36 @@ class Healer:
         self.fp32_modules = fp32_modules
         self._hopeless: set[str] = set()
         """Modules whose overflows nothing has cured."""
-        self._last = ""
-        self._in_a_row = 0
-
-    def window_was_fine(self) -> None:
-        """Call where nothing overflowed, or only because of the scale."""
-        self._last, self._in_a_row = "", 0
+        self._row = "", 0, 0
+        """The module in whose backward the last windows have overflowed, the index of the last
+        one, and their number."""
 
     def heal(
         self,
         models: Sequence[Module],
         origin: Origin,
+        index: int,
         run_again: RunAgain,
-        any_rank: Callable[[bool], bool] = bool,
+        any_rank: Callable[[bool], bool],
     ) -> tuple[str, ...]:
         """Run modules in float32 that cure the overflow of this origin, at scale 1 and so at any.
 
-        ``any_rank``: whether an answer is True on any rank; they decide alike, though one may watch
-        a model of its own. Returns the names of the modules in float32 from now on; none where
-        nothing helps, which is logged once for each module in which an overflow began.
+        ``index``: of the window, counted in the run. ``any_rank``: whether an answer is True on any
+        rank; they decide alike, though one may watch a model of its own. Returns the names of the
+        modules in float32 from now on; none where nothing helps, which is logged once for each
+        module in which an overflow began.
         """
         if any_rank(origin.is_of_data or origin.module in self._hopeless):
             return ()
         if origin.where not in ("forward", "loss"):
-            self._in_a_row = self._in_a_row + 1 if origin.module == self._last else 1
-            self._last = origin.module
-            if any_rank(self._in_a_row < MIN_OVERFLOWS):
+            module, last, count = self._row
+            goes_on = (module, last + 1) == (origin.module, index)
+            self._row = origin.module, index, count + 1 if goes_on else 1
+            if any_rank(self._row[2] < MIN_OVERFLOWS):
                 return ()
         names, why = self._search(models, origin.module, run_again, any_rank)
         if names:
             self.fp32_modules.add(names, models)
-            self.window_was_fine()
         else:
             self._hopeless.add(origin.module)
             named = [each for model in models for each in Module.named_parameters(model)]

@@ -33,7 +33,6 @@ class Obstacle(str, Enum):
     OUTSIDE = "parameters were used outside of a forward, or in a gradient penalty"
     UNFINISHED = "a backward in it was not accelerator.backward()"
     INFINITE = "the gradient of an output was not finite"
-    OTHER_LOSS = "the loss is made of outputs that are others with modules in float32"
     CHANGED = "its gradients were changed after the backward"
     UNSCALED = "they were unscaled by GradScaler.unscale_()"
     ADDED = "its gradients were added to those of an earlier step"

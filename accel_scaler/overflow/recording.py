@@ -271,13 +271,8 @@ class WindowRecording(ForwardListener):
             return Obstacle.CHANGED_INPUT
         return ""
 
-    def obstacle_to_gradients(self, parameters: Sequence[Tensor], changes_model: bool) -> str:
-        """Why the gradients of ``parameters`` cannot be made again. Synchronises.
-
-        Args:
-            changes_model: modules run in float32 that did not. So the outputs are others, and a
-                gradient that had come to one of them is of use only where the output is the loss.
-        """
+    def obstacle_to_gradients(self, parameters: Sequence[Tensor]) -> str:
+        """Why the gradients of ``parameters`` cannot be made again. Synchronises."""
         if found := self.obstacle() or self.gradients.obstacle:
             return found
         if self.gradients.is_moved():
@@ -297,11 +292,8 @@ class WindowRecording(ForwardListener):
                 return Obstacle.UPDATED
         if self.gradients.dirty.intersection(map(id, parameters)):
             return Obstacle.ADDED
-        for seed in self.seeds:
-            if not bool(local(seed.tensor).isfinite().all()):
-                return Obstacle.INFINITE
-            if changes_model and seed.tensor.numel() != 1:
-                return Obstacle.OTHER_LOSS
+        if not all(bool(local(seed.tensor).isfinite().all()) for seed in self.seeds):
+            return Obstacle.INFINITE
         return ""
 
     @torch.no_grad()

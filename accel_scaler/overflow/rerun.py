@@ -75,7 +75,6 @@ def make_again(
     around_backward: Callable[[], AbstractContextManager[None]],
     scale: float,
     factor: float,
-    changes_model: bool,
 ) -> str:
     """Make the gradients of ``parameters`` again, through the wrapped models and with the
     collectives of ordinary backwards. Returns why these are not the window's; "": they are.
@@ -86,18 +85,17 @@ def make_again(
         recording: one without an obstacle to that.
         scale: the scale of the new gradients.
         factor: the multiplier of the gradients of the roots.
-        changes_model: the outputs may be others than the window's.
 
     Raises:
         Whatever the model raises. The gradients are anything then, as where it returns a reason.
     """
     models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    with _restored(models, parameters, keeps_buffers=changes_model) as writes:
+    with _restored(models, parameters) as writes:
 
         @contextmanager
         def as_before(call: ForwardCall) -> Iterator[None]:
-            for each in () if changes_model else call.buffers:
+            for each in call.buffers:
                 each.restore()
             with writes, ExitStack() as stack:
                 for wrapper in set(recording.parallel) - set(call.syncs):
@@ -118,8 +116,6 @@ def make_again(
         why = recording.gradients.accept(parameters, scale, factor)
     if writes.has_written:
         return Obstacle.WRITES
-    if changes_model:
-        return ""
     return why if all(torch.allclose(*pair, rtol=1e-3) for pair in pairs) else Obstacle.OTHER_OUTPUT
 
 
@@ -189,19 +185,17 @@ def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> No
 
 
 @contextmanager
-def _restored(
-    models: Sequence[Module], remade: Sequence[Tensor] = (), keeps_buffers: bool = False
-) -> Iterator[_CopyOnWrite]:
+def _restored(models: Sequence[Module], remade: Sequence[Tensor] = ()) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
-    afterwards as they were, but for the gradients of the parameters ``remade``, and for the buffers
-    with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as hooks have seen
-    it, so that there is no need of memory for all of them."""
+    afterwards as they were, but for the gradients of the parameters ``remade``. Without ``remade``
+    each gradient is dropped as soon as hooks have seen it, so that there is no need of memory for
+    all of them."""
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device_of(models[0]))
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     stay = set(map(id, remade))
     grads = [(p, p.grad) for p in parameters.values() if p.requires_grad and id(p) not in stay]
-    places = [] if keeps_buffers else [(m._buffers, dict(m._buffers)) for m in modules]
+    places = [(m._buffers, dict(m._buffers)) for m in modules]
     buffers = [(b, b.clone()) for _, own in places for b in own.values() if b is not None]
     writes, handles = _CopyOnWrite(parameters.values()), list[Any]()
     try:

@@ -181,5 +181,5 @@ def test_a_gradient_penalty_is_not_made_again() -> None:
     recording.before_backward(loss)
     loss.backward()
     recording.after_backward()
-    why = recording.obstacle_to_gradients(list(net.parameters()), changes_model=False)
+    why = recording.obstacle_to_gradients(list(net.parameters()))
     assert "in a gradient penalty" in why

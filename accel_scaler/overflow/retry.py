@@ -1,4 +1,4 @@
-"""Making the gradients of a window again, before anything is updated."""
+"""``on_overflow="retry"``: the gradients of a window are made again before anything is updated."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ MAX_RETRIES = 16
 """The most retries of one window: from the usual scale of 65536 down to 1."""
 
 
-class GradientMaker:
-    """The boundary's ``Rerun``. Makes the gradients of the open window again: at a lower scale
-    (``retry``), or after modules were put in float32 (``heal``).
+class Retry:
+    """The boundary's ``Rerun``: makes the gradients of the open window again at lower scales.
 
     Args:
         scaler: the scaler of the windows.
         recording: the record of the present window.
         meeting: the ranks that communicate.
-        retries: whether a window that has overflowed is made again at lower scales.
-        heal: heals a window. Returns the scale at which it is to be made again; None: not healed.
         around_backward: entered around a backward, as the training loop does.
     """
 
@@ -47,12 +44,10 @@ class GradientMaker:
         scaler: GradScaler,
         recording: WindowRecording,
         meeting: Meeting,
-        retries: bool,
-        heal: Callable[[Window], float | None],
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.recording, self.meeting = scaler, recording, meeting
-        self.retries, self.heal, self.around_backward = retries, heal, around_backward
+        self.around_backward = around_backward
         self.gradients = recording.gradients
         self._given_up: Window | None = None
         """The window that is not made again any more."""
@@ -75,8 +70,8 @@ class GradientMaker:
         return True
 
     def make_again(self) -> bool:
-        """Where gradients of the open window have overflowed: make them again, at a lower scale or
-        with modules in float32. Returns whether there are others now, which are to be checked.
+        """Where gradients of the open window have overflowed: make them again at the next lower
+        scale. Returns whether there are others now, which are to be checked.
 
         Synchronises, and ranks communicate where they have overflowed together.
         """
@@ -93,38 +88,29 @@ class GradientMaker:
             return False
         start = time.perf_counter()
         window.first_scale = window.first_scale or self.scaler.window_scale
-        is_made = self.retries and self._retry(window, bad)
-        if not is_made and (scale := self.heal(window)) is not None:
-            is_made = self._make(window, bad, scale)
+        scale = self.scaler.read_state().scale
+        lower = self.scaler.rule.clamp(scale * self.scaler.get_backoff_factor())
+        losses = [backward.loss for backward in self.recording.backwards]
+        # No scale helps, or no lower one is left.
+        is_lost = not all(bool(local(loss).isfinite().all()) for loss in losses)
+        is_last = max(lower, 1.0) >= scale or window.retries == MAX_RETRIES
+        is_made = not self.meeting.any(is_lost or is_last) and self._make(window, bad, lower)
         window.retry_s += time.perf_counter() - start
         if not is_made:
             self._given_up = window
         return is_made
 
-    def _retry(self, window: Window, bad: Sequence[Optimizer]) -> bool:
-        """Make gradients again at the next lower scale. Returns whether that was done."""
-        state = self.scaler.read_state()
-        lower = self.scaler.rule.clamp(state.scale * self.scaler.get_backoff_factor())
-        losses = [backward.loss for backward in self.recording.backwards]
-        is_lost = not all(bool(local(loss).isfinite().all()) for loss in losses)
-        is_lost = is_lost and not window.healed and not self.recording.obstacle()
-        is_last = max(lower, 1.0) >= state.scale or window.retries == MAX_RETRIES
-        if self.meeting.any(is_lost or is_last):
-            return False  # no scale helps, or no lower one is left
-        return self._make(window, bad, lower)
-
     def _make(self, window: Window, bad: Sequence[Optimizer], scale: float) -> bool:
         """Make gradients again at this scale, on every rank or on none. Returns whether that was
         done. Where it fails midway all of them are inf."""
         assert window.first_scale is not None
-        factor, changes_model = scale / window.first_scale, bool(window.healed)
+        factor = scale / window.first_scale
         optimizers, why = self._made_with(window, bad)
         params = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-        why = self.meeting.first(why or self.recording.obstacle_to_gradients(params, changes_model))
+        why = self.meeting.first(why or self.recording.obstacle_to_gradients(params))
         if not why:
-            given = self.recording, params, self.around_backward, scale, factor, changes_model
             try:
-                why = make_again(*given)
+                why = make_again(self.recording, params, self.around_backward, scale, factor)
             except Exception as error:  # the model raised it, or memory ran out; the log names it
                 if has_ranks():
                     raise  # other ranks wait for this one in a collective

@@ -22,7 +22,17 @@ from ..scaling import Origin
 from .hooks import ForwardListener, Hook, tensors_in
 from .module_names import plain_name
 from .search import search
-from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedModule, WindowTrace
+from .trace import (
+    Call,
+    Entry,
+    Gradient,
+    Loss,
+    ParameterGradient,
+    Range,
+    Uses,
+    WatchedModule,
+    WindowTrace,
+)
 
 
 @dataclass
@@ -40,10 +50,10 @@ class OverflowFinder(ForwardListener):
     It reads every activation and every gradient once more. It changes no value, keeps no activation
     alive, and synchronises with the device in :meth:`find` only.
 
-    Forwards without gradients are not kept, nor, beyond a bounded number, forwards that no backward
-    reaches. A module that activation checkpointing runs again takes no part in the order of
-    the forward; only its gradients count. Compiled and scripted modules cannot be seen into: there
-    a loss or a parameter is named at best.
+    Forwards without gradients are not kept, nor the first ones beyond a bounded number. A module
+    that activation checkpointing runs again takes no part in the order of the forward; only its
+    gradients count. Compiled and scripted modules cannot be seen into: there a loss or a parameter
+    is named at best.
     """
 
     def __init__(self) -> None:
@@ -113,19 +123,14 @@ class OverflowFinder(ForwardListener):
                 stack = self._stack()
         window = self._window
         earlier = window.latest.get(watched) if is_in_backward() else None
-        if parent is not None:
-            forward = parent.forward
-        elif earlier is not None:
-            # A checkpoint's second run belongs where the first one was.
-            parent, forward = earlier.parent, earlier.forward
-        else:
-            forward = window.open_forward()
-        call = Call(watched, parent, forward, is_first=earlier is None)
+        if parent is None and earlier is not None:
+            parent = earlier.parent  # a checkpoint's second run belongs where the first one was
+        call = Call(watched, parent, window.backwards if parent is None else parent.micro)
         stack.append(call)
         call.inputs = self._entries((args, kwargs), call, consumes=True)
-        if call.is_first:
+        if earlier is None:
             window.latest[watched] = call
-            forward.events.append((False, call))
+            window.events.append((False, call))
 
     def leave(self, watched: WatchedModule, module: Module, args: Any, output: Any) -> None:
         """A module's forward ends; by an exception if ``output`` is None."""
@@ -136,13 +141,13 @@ class OverflowFinder(ForwardListener):
         if not self._is_listening():
             return
         call.outputs = self._entries(output, call, consumes=False)
-        if call.is_first:
-            call.forward.events.append((True, call))
+        if self._window.latest.get(watched) is call:
+            self._window.events.append((True, call))
 
     def add_gradient(self, uses: Uses, grad: Any) -> None:
         found = self._range_of(grad)
         if found is not None:
-            self._window.add_gradient(uses, found)
+            self._window.gradients.append(Gradient(self._window.micro, found, uses))
 
     def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
         found = self._range_of(grad)
@@ -171,7 +176,6 @@ class OverflowFinder(ForwardListener):
             if tensor.requires_grad:
                 uses = self._uses_of(tensor, seen)
                 (uses.consumers if consumes else uses.producers).append(call)
-                call.forward.has_hooks = True
         return entries
 
     def _look(self, tensor: Tensor) -> _Seen:

@@ -148,8 +148,6 @@ FORWARD = [
          lambda: Seq(nn.Identity(), overflowing(nn.Linear(4, 4, bias=False), 4e4))),
     case("the model itself", "forward - Linear", "forward of Linear, micro-batch 0: ",
          lambda: overflowing(linear())),
-    case("the first was replaced on its way", "forward 2 Linear", "",
-         lambda: Seq(overflowing(linear()), Apply(torch.nan_to_num), overflowing(linear()))),
     case("the fifth call of a shared module", "forward 0 Linear", "input in [6.4e+04, 6.4e+04], ",
          lambda: Seq(*[overflowing(nn.Linear(4, 4, bias=False), 10.0)] * 6)),
     case("code between modules", "forward 1 Code", "output reached inf",
@@ -222,6 +220,17 @@ def test_the_micro_batch_is_counted_in_its_window(at: int) -> None:
     found = origin(finder)
     assert (found.where, found.module, found.micro_batch) == ("backward", "1", at)
     assert found.output == (0.0, 0.0)  # in the other micro-batches it was not
+
+
+def test_a_forward_whose_backward_comes_after_another_one() -> None:
+    net = Seq(nn.Identity(), overflowing(linear(), 4.0))
+    finder = watching(net)
+    with torch.autocast("cpu", torch.float16):
+        losses = [squares(net(torch.full((1, 4), size))) for size in (1.0, 6e4)]
+    for loss in losses:
+        finder.before_backward(loss)
+        loss.backward()
+    assert (origin(finder).where, origin(finder).module) == ("forward", "1")
 
 
 def test_an_evaluation_and_a_forward_without_backward_are_not_named() -> None:

@@ -18,11 +18,10 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradScaler, Origin, Window, has_ranks, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
-from .meeting import Meeting
-from .obstacle import Obstacle
+from .meeting import ALONE, Meeting, raised
 from .recording import WindowRecording
 from .rerun import run_again
-from .retry import Retry
+from .retry import STEPPED, Retry
 
 logger = logging.getLogger("accel_scaler")
 
@@ -162,8 +161,6 @@ class OverflowExplainer(Observer):
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
-        if self.recording is not None and not window.record(optimizer).is_skipped:
-            self.recording.note_step(optimizer)
         for listener in self._listeners():
             listener.end_window()
         self._stepped = window
@@ -202,9 +199,9 @@ class OverflowExplainer(Observer):
         could not run."""
         obstacle = recording.obstacle()
         if self._stepped is self._explained:  # another optimizer has stepped in it
-            obstacle = Obstacle.STEPPED
+            obstacle = STEPPED
         if self.meeting.is_alone:
-            obstacle = Obstacle.ALONE  # and a forward may communicate
+            obstacle = ALONE  # and a forward may communicate
         why = self.meeting.first(obstacle)
         if why:
             return None, why
@@ -213,7 +210,7 @@ class OverflowExplainer(Observer):
         except Exception as error:  # the model raised it, or memory ran out; the log names it
             if has_ranks() and any(is_sharded(model.parameters()) for model in self.models):
                 raise  # other ranks wait for this one in its forward
-            return None, Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
+            return None, raised(error)
 
     def _heal(
         self, healer: Healer, recording: WindowRecording, window: Window, origin: Origin | None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..scaling import gradients_of, local
-from .obstacle import Obstacle
+
+MOVED = "its parameters were changed between a forward and the step"
 
 
 class WindowGradients:
@@ -47,7 +48,7 @@ class WindowGradients:
         if is_first:
             self._before, self._states = largest_of(parameters), self._states_now()
         elif self.is_moved():
-            self.obstacle = Obstacle.MOVED
+            self.obstacle = MOVED
         else:
             self.before_check(parameters)
         self._note(parameters)
@@ -64,7 +65,7 @@ class WindowGradients:
         """Call before gradients are unscaled or clipped. A change that the script has made since
         the backward would be lost where they are made again."""
         if self._are_changed(parameters):
-            self.obstacle = Obstacle.CHANGED
+            self.obstacle = "its gradients were changed after the backward"
 
     def let_go(self) -> None:
         """Drop the gradients: the window is over."""
@@ -101,14 +102,14 @@ class WindowGradients:
         why = ""
         for p in parameters:
             then, again = float(self._largest[id(p)]), now.get(id(p), 0.0)
-            if then != 0.0 and not self._are_changed([p]):
-                why = Obstacle.FROM_ELSEWHERE
-                break
             away = min(abs(again - then * factor), abs(again - then * scale))
-            if math.isfinite(away) and away > (0.01 * most if then else 0.0):
-                # The error of rounding doubles each time that the scale halves.
-                why = Obstacle.LOST_BITS if away < 0.1 * most else Obstacle.DIFFERENT
-                break
+            if then != 0.0 and not self._are_changed([p]):
+                why = "a parameter got a gradient that no recorded forward gives"
+            elif math.isfinite(away) and away > (0.01 * most if then else 0.0):
+                why = (
+                    "a finite gradient came out different, by more than 1% of the largest one: it "
+                    "was changed, or made by a hook, or float16 has lost bits at this scale"
+                )
         self._note(parameters)
         return why
 

@@ -29,6 +29,17 @@ from ..scaling import (
 
 T = TypeVar("T")
 
+ALONE = (
+    "the ranks are not known to have overflowed together: they step alone, may run out of inputs "
+    "(Join), have other settings, or were attached after prepare"
+)
+"""Why ranks do not run a window again."""
+
+
+def raised(error: Exception) -> str:
+    """Why a window cannot be made again that has raised this: the model did, or memory ran out."""
+    return f"it raised {type(error).__name__}: {error}"
+
 
 class Meeting:
     """The ranks that communicate about the present overflow: all, or this one alone."""

@@ -9,8 +9,8 @@
 
 There is one way to make a window again: its forwards run again, and each backward starts at its
 roots, from the gradients that had come to them, times the ratio of the scales. So it does not
-matter how the loss was computed. Every other output gets its gradient on the way, from a forward
-that took it. :class:`Obstacle` lists the reasons why a window cannot be made again.
+matter how the loss was computed. A forward whose input comes with a graph (a critic's, of what a
+generator made) is not recorded, nor is its window.
 
 The record holds references, and copies of small buffers. Nothing is read from the device.
 """
@@ -28,14 +28,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
-from ..scaling import local, parameters_of
-from .gradients import WindowGradients, version_of
+from ..scaling import local
+from .gradients import MOVED, WindowGradients, version_of
 from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
-from .obstacle import Obstacle
 from .trace import is_batched
 
 MAX_BYTES = 1 << 28
@@ -53,8 +51,6 @@ class Kept(NamedTuple):
     tensor: Tensor
     version: int
     requires_grad: bool = False
-    source: Output | None = None
-    """The output of another forward that this input is."""
 
 
 class KeptBuffer(NamedTuple):
@@ -86,8 +82,6 @@ class ForwardCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Kept]
-    roots: list[Any]
-    """Where the graphs of the inputs begin: nodes, and the numbers of their outputs."""
     restore_random_state: Callable[[], None]
     autocast: list[tuple[str, torch.dtype, bool]]
     """For each device type: dtype, and whether autocast was on."""
@@ -107,8 +101,6 @@ class Output:
     """The place of the tensor in all that the forward returned."""
     last: Tensor | None
     """The last element of the tensor, shape (), to compare."""
-    version: int
-    """The version of the tensor when the forward returned it."""
     is_root: bool = False
     grad: Kept | None = None
     """The gradient that came to a root."""
@@ -156,9 +148,8 @@ class WindowRecording(ForwardListener):
         self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._key = object()
         """The key of our entry in the metadata of a graph's nodes."""
-        self._forwards = 0
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How many forwards there were before the last update of each optimizer."""
+        self._forwards = self._earlier = 0
+        """How many forwards there were, and before this window."""
         self._is_over = True
         self._bytes = 0
 
@@ -220,31 +211,28 @@ class WindowRecording(ForwardListener):
             self._find_roots(loss)
 
     def _find_roots(self, loss: Tensor) -> None:
-        """Walk the graph of ``loss`` but for recorded forwards."""
-        seen, left = set[Any](), [(loss.grad_fn, loss.output_nr)]
+        """Walk the graph of ``loss`` down to recorded forwards."""
+        seen, left = set[Any](), list[Any]([(loss.grad_fn, loss.output_nr)])
         while left:
             node, place = left.pop()
             if node is None or (node, place) in seen:
                 continue
             seen.add((node, place))
-            output = self._output_at(node, place)
+            output: Output | None = node.metadata.get(self._key, {}).get(place)
             if output is not None:
                 output.is_root = True
-                left += output.call.roots
             elif not issubclass(type(getattr(node, "variable", None)), Parameter):
                 left += node.next_functions
             else:
-                self.gradients.obstacle = Obstacle.OUTSIDE
+                self.gradients.obstacle = (
+                    "parameters were used outside of a forward, or in a gradient penalty"
+                )
 
     def after_backward(self) -> None:
         """Call after each backward, unless it has raised an exception."""
         if self.backwards:
             self.backwards[-1].has_ended = True
             self.backwards[-1].has_given = self.gradients.after_backward()
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Call after this optimizer has updated its parameters."""
-        self._stepped[optimizer] = self._forwards
 
     def end_window(self) -> None:
         super().end_window()
@@ -254,6 +242,7 @@ class WindowRecording(ForwardListener):
         self._forget()
         self.backwards = []
         self._bytes, self.left_out, self._is_over = 0, "", False
+        self._earlier = self._forwards
         self.gradients.new_window()
 
     # Why the window cannot be made again.
@@ -263,12 +252,12 @@ class WindowRecording(ForwardListener):
         if self.left_out:
             return self.left_out
         if not self.calls:
-            return Obstacle.NOT_SEEN
+            return "no forward of a prepared model, with accelerator.backward(), was seen in it"
         if any(call.run() is None for call in self.calls):
-            return Obstacle.MODEL_GONE
+            return "a model that ran in it is gone"
         inputs = [each for call in self.calls for each in call.inputs]
         if any(each.version != version_of(each.tensor) for each in (*inputs, *self.seeds)):
-            return Obstacle.CHANGED_INPUT
+            return "an input, or the gradient of an output, was changed in place since"
         return ""
 
     def obstacle_to_gradients(self, parameters: Sequence[Tensor]) -> str:
@@ -276,24 +265,17 @@ class WindowRecording(ForwardListener):
         if found := self.obstacle() or self.gradients.obstacle:
             return found
         if self.gradients.is_moved():
-            return Obstacle.MOVED
+            return MOVED
         if not all(backward.has_ended for backward in self.backwards):
-            return Obstacle.UNFINISHED
+            return "a backward in it was not accelerator.backward()"
         for each in self.buffers:
             is_same = each.place.get(each.name) is each.tensor
             if each.copy is None and not (is_same and version_of(each.tensor) == each.version):
-                return Obstacle.LARGE_BUFFER
-        for call in self.calls:
-            steps = [o for o, number in self._stepped.items() if number >= call.number]
-            run = call.run() if steps else None
-            own = [run] if isinstance(run, Module) else self.models
-            later = {id(p) for o in steps for p in parameters_of(o)}
-            if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
-                return Obstacle.UPDATED
+                return f"a buffer of more than {MAX_COPIED} elements was written to"
         if self.gradients.dirty.intersection(map(id, parameters)):
-            return Obstacle.ADDED
+            return "its gradients were added to those of an earlier step"
         if not all(bool(local(seed.tensor).isfinite().all()) for seed in self.seeds):
-            return Obstacle.INFINITE
+            return "the gradient of an output was not finite"
         return ""
 
     @torch.no_grad()
@@ -333,18 +315,13 @@ class WindowRecording(ForwardListener):
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
                 last = last_of(tensor) if compares else None
-                made = Output(call, number, last, version_of(tensor))
+                made = Output(call, number, last)
                 # The graph keeps the record of the output, so that a backward in a later window
                 # finds it.
                 node: Any = tensor.grad_fn
                 place = tensor.output_nr
                 node.register_hook(Hook(self, "add_gradient", made, place))
                 node.metadata.setdefault(self._key, {})[place] = made
-
-    def _output_at(self, node: Any, place: int) -> Output | None:
-        """The output that a node of the graph has made at this place."""
-        found: Output | None = node.metadata.get(self._key, {}).get(place)
-        return found
 
     def add_gradient(self, output: Output, place: int, _: Any, grads: Any) -> None:
         grad, call = grads[place], output.call
@@ -355,10 +332,12 @@ class WindowRecording(ForwardListener):
             return
         backward = self.backwards[-1]
         if torch.is_grad_enabled():
-            self.left_out = Obstacle.DIFFERENTIATED
-            return
-        if call.backward not in (None, backward):
-            self.left_out = Obstacle.TWICE
+            self.left_out = "its gradient is differentiated itself (create_graph=True)"
+        elif call.backward not in (None, backward):
+            self.left_out = "two backwards went through a forward (retain_graph=True)"
+        elif call.number <= self._earlier:
+            self.left_out = "a backward went through a forward of an earlier step"
+        if self.left_out:
             return
         size = 0
         if output.is_root:
@@ -374,20 +353,13 @@ class WindowRecording(ForwardListener):
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall:
-        inputs, roots = list[Kept](), list[Any]()
+        inputs = list[Kept]()
 
         def detach(tensor: Tensor) -> Tensor:
+            if tensor.grad_fn is not None or issubclass(type(tensor), Parameter):
+                self.left_out = "an input of a forward came with a graph, or was a parameter"
             plain = tensor.detach() if tensor.requires_grad else tensor
-            source = None
-            if tensor.requires_grad:
-                edge = torch.autograd.graph.get_gradient_edge(tensor)
-                hooks = (tensor._backward_hooks or {}).values()
-                if all(isinstance(hook, Hook) for hook in hooks):  # none is the script's
-                    source = self._output_at(edge.node, edge.output_nr)
-                if source is not None and source.version != version_of(tensor):
-                    source = None  # the script has written to it
-                roots.extend([(edge.node, edge.output_nr)] if source is None else source.call.roots)
-            inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
+            inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad))
             return plain
 
         args, kwargs = map_tensors((args, kwargs), detach)
@@ -403,7 +375,6 @@ class WindowRecording(ForwardListener):
             args,
             kwargs,
             inputs,
-            roots,
             random_state(device),
             autocast,
             self._forwards,
@@ -415,7 +386,7 @@ class WindowRecording(ForwardListener):
         self._bytes += size
         if self._bytes > MAX_BYTES and not self.left_out:
             self._forget()
-            self.left_out = Obstacle.TOO_LARGE.format(MAX_BYTES >> 20)
+            self.left_out = f"inputs and gradients in it take more than {MAX_BYTES >> 20} MiB"
 
     def _forget(self) -> None:
         """Forget the gradients of outputs."""

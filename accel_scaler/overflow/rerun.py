@@ -22,7 +22,6 @@ from ..models import as_replay, is_fsdp2
 from ..scaling import Origin, gradients_of, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
-from .obstacle import Obstacle
 from .recording import (
     Backward,
     ForwardCall,
@@ -115,8 +114,10 @@ def make_again(
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
         why = recording.gradients.accept(parameters, scale, factor)
     if writes.has_written:
-        return Obstacle.WRITES
-    return why if all(torch.allclose(*pair, rtol=1e-3) for pair in pairs) else Obstacle.OTHER_OUTPUT
+        return "its forward writes to its parameters"
+    if not all(torch.allclose(*pair, rtol=1e-3) for pair in pairs):
+        return "its forward gave another output: it has state of its own"
+    return why
 
 
 def fill_with_inf(parameters: Sequence[Tensor]) -> None:
@@ -134,23 +135,22 @@ def _forwards(
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
         with nullcontext() if around is None else around(call):
-            returned = _forward(call, made, without_ddp=around is None)
+            returned = _forward(call, without_ddp=around is None)
         made |= {o: returned[o.number] for o in backward.outputs if o.call is call}
     return made
 
 
-def _forward(call: ForwardCall, made: dict[Output, Tensor], without_ddp: bool) -> list[Tensor]:
-    """Run a forward again. Returns all tensors in its result. Inputs that are in ``made`` come
-    with their graph."""
+def _forward(call: ForwardCall, without_ddp: bool) -> list[Tensor]:
+    """Run a forward again. Returns all tensors in its result."""
     run, args = call.run(), call.args
     assert run is not None
     if without_ddp:  # it is the model, or the argument of a Trainer's ``compute_loss``
         run, args = _without_ddp(run), tuple(map(_without_ddp, args))
     # The script may have made an input require gradients since, for a gradient penalty.
-    fresh: dict[int, Tensor] = {}
-    for each in call.inputs:
-        plain = each.tensor.detach().requires_grad_(each.requires_grad)
-        fresh[id(each.tensor)] = made.get(each.source, plain) if each.source else plain
+    fresh = {
+        id(each.tensor): each.tensor.detach().requires_grad_(each.requires_grad)
+        for each in call.inputs
+    }
     args, kwargs = map_tensors((args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
     with torch.enable_grad(), ExitStack() as stack:

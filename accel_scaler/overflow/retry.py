@@ -18,12 +18,13 @@ from ..scaling import (
     local,
     parameters_of,
 )
-from .meeting import Meeting
-from .obstacle import Obstacle
+from .meeting import ALONE, Meeting, raised
 from .recording import WindowRecording
 from .rerun import fill_with_inf, make_again
 
 logger = logging.getLogger("accel_scaler")
+
+STEPPED = "another optimizer has updated parameters in it already"
 
 MAX_RETRIES = 16
 """The most retries of one window: from the usual scale of 65536 down to 1."""
@@ -63,7 +64,7 @@ class Retry:
             if record is None or record.stage is OptState.READY:
                 self.gradients.before_check(parameters_of(optimizer))
             elif record.stage is OptState.UNSCALED and record.verdict is None:
-                self.gradients.obstacle = Obstacle.UNSCALED
+                self.gradients.obstacle = "they were unscaled by GradScaler.unscale_()"
 
     def has_room(self) -> bool:
         """The scale grows as torch's: a growth that was too much is made again."""
@@ -82,7 +83,7 @@ class Retry:
             return False
         self.meeting.meet(bad, window)
         if self.meeting.is_alone:
-            self._warn_once(window, Obstacle.ALONE)
+            self._warn_once(window, ALONE)
             return False
         if self._given_up is window:
             return False
@@ -114,7 +115,7 @@ class Retry:
             except Exception as error:  # the model raised it, or memory ran out; the log names it
                 if has_ranks():
                     raise  # other ranks wait for this one in a collective
-                why = Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
+                why = raised(error)
             why = self.meeting.first(why)
             if why:
                 fill_with_inf(params)
@@ -138,15 +139,15 @@ class Retry:
             if record is None or optimizer in bad:
                 pass
             elif record.stage is OptState.STEPPED:
-                return [], Obstacle.STEPPED
+                return [], STEPPED
             elif record.stage is not OptState.READY or record.carried_over:
                 continue
             if optimizer not in bad and dirty.intersection(map(id, parameters_of(optimizer))):
                 if record is not None and record.carried_over is not None:
-                    return [], Obstacle.PARTNER_ADDED
+                    return [], "another optimizer has gradients of an earlier step"
                 continue
             if record is not None and record.returned is not None:
-                return [], Obstacle.CLIPPED
+                return [], "an earlier clip is left to the step of an optimizer"
             found.append(optimizer)
         return found, ""
 

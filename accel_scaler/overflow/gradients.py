@@ -6,7 +6,6 @@ other change of a gradient, or of the parameter, is an obstacle.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -35,18 +34,16 @@ class WindowGradients:
         last backward."""
         self._before: dict[int, Tensor] = {}
         """By the ``id`` of a parameter: the largest magnitude in its gradient before the window."""
-        self._largest: dict[int, Tensor] = {}
-        """By the ``id`` of a parameter: the largest magnitude in the window's first gradient."""
 
     def new_window(self) -> None:
         self.obstacle = ""
-        self._states, self._left, self._before, self._largest = [], {}, {}, {}
+        self._states, self._left, self._before = [], {}, {}
 
     def before_backward(self, is_first: bool) -> None:
         """Call before each backward of a window."""
         parameters = self.parameters()
         if is_first:
-            self._before, self._states = largest_of(parameters), self._states_now()
+            self._before, self._states = _largest_of(parameters), self._states_now()
         elif self.is_moved():
             self.obstacle = MOVED
         else:
@@ -82,36 +79,26 @@ class WindowGradients:
     def dirty(self) -> set[int]:
         """The ``id`` of parameters that had a gradient, other than zero, before the window.
         Synchronises."""
-        return {key for key, largest in self._before.items() if float(largest) != 0.0}
+        return _not_zero(self._before)
 
-    def clear(self, parameters: Sequence[Tensor]) -> None:
+    def clear(self, parameters: Sequence[Tensor]) -> set[int]:
         """Make these gradients zero, to be made again. Each stays the same tensor: it may be a view
-        of DDP's bucket."""
-        none = dict.fromkeys(map(id, parameters), torch.zeros(()))
-        self._largest = none | largest_of(parameters) | self._largest
+        of DDP's bucket. Returns the ``id`` of the parameters whose gradient was other than zero.
+        Synchronises."""
+        found = _not_zero(_largest_of(parameters))
         for grad in gradients_of(parameters):
             grad.zero_()
         self._note(parameters)
+        return found
 
-    def accept(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
-        """Take gradients that were made again at ``scale`` for the window's. Returns how they
-        differ from ``factor`` times the first gradients, which may have been unscaled already.
-        Synchronises."""
-        now = {key: float(each) for key, each in largest_of(parameters).items()}
-        most = max(filter(math.isfinite, now.values()), default=0.0)
-        why = ""
-        for p in parameters:
-            then, again = float(self._largest[id(p)]), now.get(id(p), 0.0)
-            away = min(abs(again - then * factor), abs(again - then * scale))
-            if then != 0.0 and not self._are_changed([p]):
-                why = "a parameter got a gradient that no recorded forward gives"
-            elif math.isfinite(away) and away > (0.01 * most if then else 0.0):
-                why = (
-                    "a finite gradient came out different, by more than 1% of the largest one: it "
-                    "was changed, or made by a hook, or float16 has lost bits at this scale"
-                )
+    def are_made(self, parameters: Sequence[Tensor], before: set[int]) -> bool:
+        """Whether each of the parameters ``before``, which :meth:`clear` has returned, has got a
+        gradient since."""
+        return all(self._are_changed([p]) for p in parameters if id(p) in before)
+
+    def accept(self, parameters: Sequence[Tensor]) -> None:
+        """Take the gradients that were made again for the window's."""
         self._note(parameters)
-        return why
 
     def _note(self, parameters: Sequence[Tensor]) -> None:
         grads = [(id(p), p.grad) for p in parameters]
@@ -126,7 +113,7 @@ class WindowGradients:
         )
 
 
-def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+def _largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """By the ``id`` of each parameter with a gradient: the largest magnitude in the gradient, shape
     (); 0 where it is empty. Does not synchronise."""
     found = {}
@@ -135,6 +122,10 @@ def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         ends = torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(1)
         found[id(p)] = ends.abs().amax()
     return found
+
+
+def _not_zero(largest: dict[int, Tensor]) -> set[int]:
+    return {key for key, each in largest.items() if float(each) != 0.0}
 
 
 def version_of(tensor: Tensor | None) -> int:

@@ -72,7 +72,6 @@ def make_again(
     recording: WindowRecording,
     parameters: Sequence[Tensor],
     around_backward: Callable[[], AbstractContextManager[None]],
-    scale: float,
     factor: float,
 ) -> str:
     """Make the gradients of ``parameters`` again, through the wrapped models and with the
@@ -82,7 +81,6 @@ def make_again(
 
     Args:
         recording: one without an obstacle to that.
-        scale: the scale of the new gradients.
         factor: the multiplier of the gradients of the roots.
 
     Raises:
@@ -103,7 +101,7 @@ def make_again(
 
         for each in recording.buffers:
             each.restore()
-        recording.gradients.clear(parameters)
+        before = recording.gradients.clear(parameters)
         for backward in recording.backwards:
             made = _forwards(backward, as_before)
             for model in sharded:
@@ -112,12 +110,13 @@ def make_again(
                 _run_backward(made, {o: g.tensor * factor for o, g in backward.seeds.items()})
             lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
-        why = recording.gradients.accept(parameters, scale, factor)
+        are_made = recording.gradients.are_made(parameters, before)
+        recording.gradients.accept(parameters)
     if writes.has_written:
         return "its forward writes to its parameters"
     if not all(torch.allclose(*pair, rtol=1e-3) for pair in pairs):
         return "its forward gave another output: it has state of its own"
-    return why
+    return "" if are_made else "a parameter got a gradient that no recorded forward gives"
 
 
 def fill_with_inf(parameters: Sequence[Tensor]) -> None:

@@ -111,7 +111,7 @@ class Retry:
         why = self.meeting.first(why or self.recording.obstacle_to_gradients(params))
         if not why:
             try:
-                why = make_again(self.recording, params, self.around_backward, scale, factor)
+                why = make_again(self.recording, params, self.around_backward, factor)
             except Exception as error:  # the model raised it, or memory ran out; the log names it
                 if has_ranks():
                     raise  # other ranks wait for this one in a collective

@@ -75,15 +75,12 @@ class OverflowExplainer(Observer):
         """The number of windows until watching ends."""
         self._in_a_row = 0
         """The number of windows in a row that have overflowed."""
-        self._first_scale = 1.0
-        """The scale of the first window of that row."""
         self._explained: Window | None = None
         """The window that overflowed last."""
         self._explained_together = False
         """All ranks have explained that window together."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
-        self._logged: set[str] = set()
 
     @property
     def models(self) -> list[Module]:
@@ -127,25 +124,22 @@ class OverflowExplainer(Observer):
             self._find(window)
         if self.recording is not None and (self.retry or self.healer):  # looking changes nothing
             self.recording.restore_statistics()
-        before, first = window.before, window.first_scale
-        if window.healed:  # the scale did not fall because it was too large
-            state = self.scaler.read_state()
-            self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
-        elif window.found_inf and window.retries and before is not None and first is not None:
+        if window.before is not None and window.found_inf and (window.healed or window.retries):
             # No lower scale has helped: the skip halves the first scale, as any other skip.
-            self.scaler.write_state(self.scaler.rule.advance(replace(before, scale=first), True))
+            before = replace(window.before, scale=window.first_scale or window.before.scale)
+            after = self.scaler.rule.advance(before, True)
+            if window.healed:  # the scale was not too large
+                after = replace(after, scale=before.scale)
+            self.scaler.write_state(after)
 
     def _find(self, window: Window) -> None:
         """Find out where the window overflowed, and heal that."""
         self._in_a_row += self._explained is not window
         self._explained, self._explained_together = window, self.meeting.is_together
-        if self._in_a_row == 1:
-            self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
-        mine = self._in_a_row, self._first_scale, self.finder is not None, window.losses.bad()
-        in_a_row, first_scales, watches, bad = zip(*self.meeting.gather(mine), strict=True)
-        self._in_a_row, self._first_scale = max(in_a_row), max(first_scales)
-        window.bad_losses = sum(bad)
+        mine = self._in_a_row, self.finder is not None, window.losses.bad()
+        in_a_row, watches, bad = zip(*self.meeting.gather(mine), strict=True)
+        self._in_a_row, window.bad_losses = max(in_a_row), sum(bad)
         if self.finder is None and any(watches):
             self._start_watching()
         origin = self._explain(window) if self.how != "off" else None
@@ -241,12 +235,10 @@ class OverflowExplainer(Observer):
 
     def _start_watching(self, why: str = "") -> None:
         """Watch modules while they run. ``why``: the window could not be run again."""
-        if why and why not in self._logged:
-            self._logged.add(why)
-            logger.warning(
-                "where the overflow began was not seen by running the step again: %s. The next "
-                "steps are watched while they run (see find_overflow).",
-                why,
+        if why:
+            self.meeting.warn_once(
+                f"where the overflow began was not seen by running the step again: {why}. The next "
+                "steps are watched while they run (see find_overflow)."
             )
         self.finder = OverflowFinder()
         self._left_to_watch = MAX_WATCHED if self.recording is None else 1

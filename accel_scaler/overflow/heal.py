@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch.nn import Module
 
-from ..errors import UnsupportedError, listed
-from ..scaling import MAX_NAMES, Origin, find_nonfinite
+from ..errors import UnsupportedError
+from ..scaling import Origin
 from .fp32_modules import Fp32Module, Fp32Modules
 from .module_names import modules_by_name
 
@@ -76,13 +76,6 @@ class Healer:
             self.fp32_modules.add(names, models)
         else:
             self._hopeless.add(origin.module)
-            named = [each for model in models for each in Module.named_parameters(model)]
-            bad = [named[i][0] for i in find_nonfinite([p.detach() for _, p in named])]
-            if bad:
-                why = (
-                    f"{listed(bad[:MAX_NAMES], len(bad))} hold inf or NaN themselves, which no "
-                    "setting cures. Load the model in bfloat16 or float32, or an earlier checkpoint"
-                )
             logger.warning("heal: %s. (For the %s. Logged once.)", why, origin.short)
         return tuple(names)
 
@@ -117,7 +110,8 @@ class Healer:
             name = name.rpartition(".")[0] if is_inside else after.module
         return [], (
             "no module in float32 cures it. If it is in code outside of the model, or in the "
-            "model's own forward, compute that in float32"
+            "model's own forward, compute that in float32. If weights are inf or NaN, load them in "
+            "bfloat16 or float32"
         )
 
     def share(self, models: Sequence[Module], names: Sequence[str] = ()) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,18 +10,10 @@ from dataclasses import replace
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from ..scaling import (
-    GradScaler,
-    Window,
-    has_ranks,
-    local,
-    parameters_of,
-)
+from ..scaling import GradScaler, Window, has_ranks, local, parameters_of
 from .meeting import ALONE, Meeting, raised
 from .recording import WindowRecording
 from .rerun import fill_with_inf, make_again
-
-logger = logging.getLogger("accel_scaler")
 
 STEPPED = "another optimizer has updated parameters in it already"
 
@@ -33,11 +24,7 @@ MAX_RETRIES = 16
 class Retry:
     """The boundary's ``Rerun``: makes the gradients of the open window again at lower scales.
 
-    Args:
-        scaler: the scaler of the windows.
-        recording: the record of the present window.
-        meeting: the ranks that communicate.
-        around_backward: entered around a backward, as the training loop does.
+    ``around_backward`` is entered around a backward, as the training loop does.
     """
 
     def __init__(
@@ -48,11 +35,9 @@ class Retry:
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.recording, self.meeting = scaler, recording, meeting
-        self.around_backward = around_backward
-        self.gradients = recording.gradients
+        self.gradients, self.around_backward = recording.gradients, around_backward
         self._given_up: Window | None = None
         """The window that is not made again any more."""
-        self._logged: set[str] = set()
 
     def before_check(self) -> None:
         """Gradients are about to be unscaled, clipped or stepped. Does not synchronise."""
@@ -83,8 +68,7 @@ class Retry:
             return False
         self.meeting.meet(bad, window)
         if self.meeting.is_alone:
-            self._warn_once(window, ALONE)
-            return False
+            return self._give_up(window, ALONE)
         if self._given_up is window:
             return False
         start = time.perf_counter()
@@ -120,8 +104,7 @@ class Retry:
             if why:
                 fill_with_inf(params)
         if why:
-            self._warn_once(window, why)
-            return False
+            return self._give_up(window, why)
         for optimizer in optimizers:
             window.forget(optimizer)
         window.retries += 1
@@ -151,12 +134,10 @@ class Retry:
             found.append(optimizer)
         return found, ""
 
-    def _warn_once(self, window: Window, why: str) -> None:
-        if why not in self._logged:
-            self._logged.add(why)
-            logger.warning(
-                "step %d overflowed and is skipped, as its gradients cannot be made again: "
-                "%s. (Logged once for each reason.)",
-                window.index,
-                why,
-            )
+    def _give_up(self, window: Window, why: str) -> bool:
+        self.meeting.warn_once(
+            f"overflowed and is skipped, as its gradients cannot be made again: {why}. (Logged "
+            "once for each reason.)",
+            f"step {window.index} ",
+        )
+        return False

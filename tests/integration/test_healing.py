@@ -129,7 +129,7 @@ def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() ->
     healed, records = train(Net(Steep), heal=True)
     assert [r.skipped for r in records] == [True] * 3 + [False] * 5
     assert [r.healed for r in records] == [(), (), ("sick",)] + [()] * 5
-    assert [r.scale for r in records[:4]] == [256.0, 128.0, 64.0, 256.0]
+    assert [r.scale for r in records[:4]] == [256.0, 128.0, 64.0, 64.0]
     named, _ = train(Net(Steep), 8, 3, fp32_modules=["sick"])
     assert_same(healed["weights"], named["weights"])
 
@@ -193,7 +193,7 @@ def beyond_float16() -> Net:
     [
         (lambda: Net(Own), "no module in float32 cures it"),
         (half_of_it, "50%"),
-        (beyond_float16, "sick.weight hold inf or NaN themselves"),
+        (beyond_float16, "If weights are inf or NaN"),
     ],
 )
 def test_nothing_is_healed_where_nothing_helps_or_it_would_be_too_much(

@@ -8,7 +8,6 @@ a module's own backward hooks forbid changing its output in place.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,19 +28,10 @@ from .trace import (
     Loss,
     ParameterGradient,
     Range,
-    Uses,
+    Seen,
     WatchedModule,
     WindowTrace,
 )
-
-
-@dataclass
-class _Seen:
-    """The facts about a living tensor."""
-
-    version: int
-    range: Range | None
-    uses: Uses | None = None
 
 
 class OverflowFinder(ForwardListener):
@@ -59,7 +49,7 @@ class OverflowFinder(ForwardListener):
     def __init__(self) -> None:
         super().__init__()
         self._parameters: Any = WeakTensorKeyDictionary()
-        """The handle of the hook on each parameter."""
+        """Parameters with a hook."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._window = WindowTrace()
 
@@ -73,7 +63,8 @@ class OverflowFinder(ForwardListener):
             for own, p in module.named_parameters(recurse=False):
                 if p.requires_grad and p not in self._parameters:
                     hook = Hook(self, "add_parameter_gradient", watched, own)
-                    self._parameters[p] = p.register_hook(hook)
+                    self._parameters[p] = True
+                    self._handles.append(p.register_hook(hook))
             if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
                 self._listen(module, watched)
 
@@ -87,8 +78,7 @@ class OverflowFinder(ForwardListener):
             if seen.range is not None:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 window.losses.append(Loss(window.micro, seen.range, dtype))
-                if tensor.requires_grad:
-                    self._uses_of(tensor, seen).loss = window.losses[-1]
+                seen.loss = window.losses[-1]
 
     def new_window(self) -> None:
         self._is_over = False
@@ -103,8 +93,6 @@ class OverflowFinder(ForwardListener):
         return search(self._window)
 
     def close(self) -> None:
-        for handle in self._parameters.values():
-            handle.remove()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         super().close()
 
@@ -144,10 +132,10 @@ class OverflowFinder(ForwardListener):
         if self._window.latest.get(watched) is call:
             self._window.events.append((True, call))
 
-    def add_gradient(self, uses: Uses, grad: Any) -> None:
+    def add_gradient(self, seen: Seen, grad: Any) -> None:
         found = self._range_of(grad)
         if found is not None:
-            self._window.gradients.append(Gradient(self._window.micro, found, uses))
+            self._window.gradients.append(Gradient(self._window.micro, found, seen))
 
     def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
         found = self._range_of(grad)
@@ -174,21 +162,16 @@ class OverflowFinder(ForwardListener):
                 continue
             entries.append(Entry(seen.range, tensor.requires_grad))
             if tensor.requires_grad:
-                uses = self._uses_of(tensor, seen)
-                (uses.consumers if consumes else uses.producers).append(call)
+                (seen.consumers if consumes else seen.producers).append(call)
         return entries
 
-    def _look(self, tensor: Tensor) -> _Seen:
+    def _look(self, tensor: Tensor) -> Seen:
         """Take the range, once for every version of a tensor."""
         version = 0 if tensor.is_inference() else tensor._version
-        seen: _Seen | None = self._seen.get(tensor)
+        seen: Seen | None = self._seen.get(tensor)
         if seen is None or seen.version != version:
-            seen = self._seen[tensor] = _Seen(version, Range.of(tensor.detach()))
+            seen = self._seen[tensor] = Seen(version, Range.of(tensor.detach()))
+            if tensor.requires_grad and seen.range is not None:
+                hook: Any = Hook(self, "add_gradient", seen)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return seen
-
-    def _uses_of(self, tensor: Tensor, seen: _Seen) -> Uses:
-        if seen.uses is None:
-            seen.uses = Uses()
-            hook: Any = Hook(self, "add_gradient", seen.uses)
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        return seen.uses

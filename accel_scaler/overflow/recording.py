@@ -5,7 +5,8 @@
 - An *output* is a tensor with a graph that a forward has returned.
 - A *root* is an output that code outside of forwards has used: the script has made a loss of it, or
   it is the loss.
-- A *backward* is one ``accelerator.backward()``, with the outputs that it has brought gradients to.
+- A *backward* is one ``accelerator.backward()``, with its roots and the gradients that have come to
+  them.
 
 There is one way to make a window again: its forwards run again, and each backward starts at its
 roots, from the gradients that had come to them, times the ratio of the scales. So it does not
@@ -33,8 +34,7 @@ from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import local
 from .gradients import MOVED, WindowGradients, version_of
-from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
-from .trace import is_batched
+from .hooks import ForwardListener, Hook, map_tensors, tensors_in
 
 MAX_BYTES = 1 << 28
 """The most that is kept of one window: inputs, gradients and random states."""
@@ -101,9 +101,6 @@ class Output:
     """The place of the tensor in all that the forward returned."""
     last: Tensor | None
     """The last element of the tensor, shape (), to compare."""
-    is_root: bool = False
-    grad: Kept | None = None
-    """The gradient that came to a root."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,20 +108,17 @@ class Backward:
     """A backward, as the head of this file defines it."""
 
     loss: Tensor
-    outputs: list[Output] = field(default_factory=list)
+    roots: list[Output] = field(default_factory=list)
+    seeds: dict[Output, Kept] = field(default_factory=dict)
+    """The gradients that came to the roots."""
     has_ended: bool = False
     has_given: bool = False
     """Whether the backward left gradients on parameters: FSDP2 may hold them back."""
 
     @property
     def calls(self) -> list[ForwardCall]:
-        """The forwards that it has reached, in the order in which they ran."""
-        return sorted({output.call for output in self.outputs}, key=lambda call: call.number)
-
-    @property
-    def seeds(self) -> dict[Output, Kept]:
-        """The roots, with the gradients that came to them."""
-        return {output: output.grad for output in self.outputs if output.grad is not None}
+        """The forwards of the roots, in the order in which they ran."""
+        return sorted({output.call for output in self.roots}, key=lambda call: call.number)
 
 
 class WindowRecording(ForwardListener):
@@ -155,7 +149,7 @@ class WindowRecording(ForwardListener):
 
     @property
     def calls(self) -> list[ForwardCall]:
-        """The forwards that backwards of this window have reached."""
+        """The forwards that backwards of this window go through."""
         return [call for backward in self.backwards for call in backward.calls]
 
     @property
@@ -207,10 +201,9 @@ class WindowRecording(ForwardListener):
         self._stack().clear()  # a forward that was interrupted never left
         self.gradients.before_backward(is_first=not self.backwards)
         self.backwards.append(Backward(loss.detach()))
-        if not self.left_out:
-            self._find_roots(loss)
+        self._find_roots(loss, self.backwards[-1])
 
-    def _find_roots(self, loss: Tensor) -> None:
+    def _find_roots(self, loss: Tensor, backward: Backward) -> None:
         """Walk the graph of ``loss`` down to recorded forwards."""
         seen, left = set[Any](), list[Any]([(loss.grad_fn, loss.output_nr)])
         while left:
@@ -220,13 +213,30 @@ class WindowRecording(ForwardListener):
             seen.add((node, place))
             output: Output | None = node.metadata.get(self._key, {}).get(place)
             if output is not None:
-                output.is_root = True
+                self._add_root(node, place, output, backward)
             elif not issubclass(type(getattr(node, "variable", None)), Parameter):
                 left += node.next_functions
             else:
                 self.gradients.obstacle = (
                     "parameters were used outside of a forward, or in a gradient penalty"
                 )
+
+    def _add_root(self, node: Any, place: int, output: Output, backward: Backward) -> None:
+        call = output.call
+        if call.backward not in (None, backward):
+            self.left_out = "two backwards go through a forward (retain_graph=True)"
+        elif call.number <= self._earlier:
+            self.left_out = "a backward goes through a forward of an earlier step"
+        if self.left_out:
+            return
+        if call.backward is None:
+            copies = [each.copy for each in call.buffers if each.copy is not None]
+            self._bytes += sum(map(_bytes, [*(each.tensor for each in call.inputs), *copies]))
+            self._bytes += BYTES_OF_RANDOM_STATE
+        call.backward = backward
+        backward.roots.append(output)
+        node.register_hook(Hook(self, "add_gradient", backward, output, place))
+        self._forget_if_large()
 
     def after_backward(self) -> None:
         """Call after each backward, unless it has raised an exception."""
@@ -316,39 +326,23 @@ class WindowRecording(ForwardListener):
             if tensor.grad_fn is not None:
                 last = last_of(tensor) if compares else None
                 made = Output(call, number, last)
-                # The graph keeps the record of the output, so that a backward in a later window
-                # finds it.
+                # The graph keeps the record of the output, so that each backward finds it.
                 node: Any = tensor.grad_fn
-                place = tensor.output_nr
-                node.register_hook(Hook(self, "add_gradient", made, place))
-                node.metadata.setdefault(self._key, {})[place] = made
+                node.metadata.setdefault(self._key, {})[tensor.output_nr] = made
 
-    def add_gradient(self, output: Output, place: int, _: Any, grads: Any) -> None:
-        grad, call = grads[place], output.call
-        if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
+    def add_gradient(
+        self, backward: Backward, output: Output, place: int, _: Any, grads: Any
+    ) -> None:
+        """The gradient of a root has come."""
+        grad = grads[place]
+        if self.left_out or backward.has_ended or grad is None:
             return
-        # Outside of a backward it is torch.autograd.grad, which leaves no gradient on a parameter.
-        if self.left_out or not self.backwards or self.backwards[-1].has_ended:
-            return
-        backward = self.backwards[-1]
         if torch.is_grad_enabled():
             self.left_out = "its gradient is differentiated itself (create_graph=True)"
-        elif call.backward not in (None, backward):
-            self.left_out = "two backwards went through a forward (retain_graph=True)"
-        elif call.number <= self._earlier:
-            self.left_out = "a backward went through a forward of an earlier step"
-        if self.left_out:
             return
-        size = 0
-        if output.is_root:
-            output.grad, size = Kept(grad, version_of(grad)), _bytes(grad)
-        if call.backward is None:
-            copies = [each.copy for each in call.buffers if each.copy is not None]
-            size += sum(map(_bytes, [*(each.tensor for each in call.inputs), *copies]))
-            size += BYTES_OF_RANDOM_STATE
-        call.backward = backward
-        backward.outputs.append(output)
-        self._count(size)
+        backward.seeds[output] = Kept(grad, version_of(grad))
+        self._bytes += _bytes(grad)
+        self._forget_if_large()
 
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
@@ -381,19 +375,18 @@ class WindowRecording(ForwardListener):
             _kept_buffers(unwrap(module)),
         )
 
-    def _count(self, size: int) -> None:
-        """Drop the record of the window where it becomes too large."""
-        self._bytes += size
-        if self._bytes > MAX_BYTES and not self.left_out:
+    def _forget_if_large(self) -> None:
+        if self._bytes > MAX_BYTES:
             self._forget()
             self.left_out = f"inputs and gradients in it take more than {MAX_BYTES >> 20} MiB"
 
     def _forget(self) -> None:
-        """Forget the gradients of outputs."""
+        """Drop what is kept of the window; a graph may keep its outputs."""
         for backward in self.backwards:
-            for output in backward.outputs:  # a graph may keep it
-                output.grad, output.call.backward, output.is_root = None, None, False
-            backward.outputs.clear()
+            for call in backward.calls:
+                call.backward = None
+            backward.roots.clear()
+            backward.seeds.clear()
 
 
 def _kept_buffers(model: Module) -> list[KeptBuffer]:

@@ -130,12 +130,12 @@ def _forwards(
     around: Callable[[ForwardCall], AbstractContextManager[Any]] | None = None,
 ) -> dict[Output, Tensor]:
     """Run the forwards of a backward again, ``around`` each of them; None: without DDP's wrapper.
-    Returns the new tensor of each output."""
+    Returns the new tensor of each root."""
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
         with nullcontext() if around is None else around(call):
             returned = _forward(call, without_ddp=around is None)
-        made |= {o: returned[o.number] for o in backward.outputs if o.call is call}
+        made |= {o: returned[o.number] for o in backward.seeds if o.call is call}
     return made
 
 

@@ -123,15 +123,15 @@ class _MicroBatch:
         first = next((g for g in gradients if not g.range.is_finite), None)
         if first is None:
             return None
-        uses = first.uses
-        if uses.loss is not None:
-            return self._at_loss(first, uses.loss)
-        if any(not entry.is_finite for call in uses.producers for entry in call.outputs):
+        seen = first.seen
+        if seen.loss is not None:
+            return self._at_loss(first, seen.loss)
+        if any(not entry.is_finite for call in seen.producers for entry in call.outputs):
             # The loss leaves out non-finite rows, as rows without a label: their gradient is NaN.
             made = next((each for each in self._suspects() if not each.is_data), None)
             if made is not None:
                 return self._in_forward(made)
-        consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
+        consumers = _innermost(c for c in seen.consumers if c not in seen.producers)
         return self._in_backward(consumers[-1], first) if consumers else self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
@@ -139,7 +139,7 @@ class _MicroBatch:
         return pair_of(
             each
             for each in takewhile(lambda each: each is not first, self.window.gradients)
-            if each.micro == self.micro and call in each.uses.producers
+            if each.micro == self.micro and call in each.seen.producers
         )
 
     def _at_loss(self, first: Gradient, loss: Loss) -> Origin:
@@ -183,7 +183,7 @@ class _MicroBatch:
         One that had got a gradient before, at another output (a model that returns its loss
         beside the logits), holds that code itself.
         """
-        *outer, last = sorted(first.uses.producers, key=lambda call: len([*call.parents()]))
+        *outer, last = sorted(first.seen.producers, key=lambda call: len([*call.parents()]))
         return next((c for c in outer if self._gradient_at_output(c, first) is None), last)
 
     def parameter(self) -> Origin | None:

@@ -156,9 +156,11 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Uses:
-    """The calls that made one tensor, and the calls that took it."""
+class Seen:
+    """The facts about one version of a tensor, with the calls that made it and that took it."""
 
+    version: int
+    range: Range | None
     producers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
     consumers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
     loss: Loss | None = None
@@ -175,7 +177,7 @@ class Loss(NamedTuple):
 class Gradient(NamedTuple):
     micro: int
     range: Range
-    uses: Uses
+    seen: Seen
 
 
 class ParameterGradient(NamedTuple):

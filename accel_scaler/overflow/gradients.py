@@ -91,14 +91,12 @@ class WindowGradients:
         self._note(parameters)
         return found
 
-    def are_made(self, parameters: Sequence[Tensor], before: set[int]) -> bool:
-        """Whether each of the parameters ``before``, which :meth:`clear` has returned, has got a
-        gradient since."""
-        return all(self._are_changed([p]) for p in parameters if id(p) in before)
-
-    def accept(self, parameters: Sequence[Tensor]) -> None:
-        """Take the gradients that were made again for the window's."""
+    def take(self, parameters: Sequence[Tensor], before: set[int]) -> bool:
+        """Take the gradients that were made again for the window's. Returns whether each of the
+        parameters ``before``, which :meth:`clear` has returned, has got one."""
+        are_made = all(self._are_changed([p]) for p in parameters if id(p) in before)
         self._note(parameters)
+        return are_made
 
     def _note(self, parameters: Sequence[Tensor]) -> None:
         grads = [(id(p), p.grad) for p in parameters]

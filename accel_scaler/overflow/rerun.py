@@ -110,8 +110,7 @@ def make_again(
                 _run_backward(made, {o: g.tensor * factor for o, g in backward.seeds.items()})
             lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
-        are_made = recording.gradients.are_made(parameters, before)
-        recording.gradients.accept(parameters)
+        are_made = recording.gradients.take(parameters, before)
     if writes.has_written:
         return "its forward writes to its parameters"
     if not all(torch.allclose(*pair, rtol=1e-3) for pair in pairs):

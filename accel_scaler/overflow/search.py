@@ -165,8 +165,8 @@ class _MicroBatch:
         return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
-        """The origin in code between modules."""
-        before = self._last_producer(first)
+        """The origin in code between modules, or in the loss that a model may compute itself."""
+        before = min(first.seen.producers, key=lambda call: len([*call.parents()]))
         if before.parent is not None:
             return self._in_backward(before.parent, first, before)
         made = first.range.values
@@ -176,15 +176,6 @@ class _MicroBatch:
             "is computed"
         )
         return Origin("backward", "", "loss", self.micro, made, None, text)
-
-    def _last_producer(self, first: Gradient) -> Call:
-        """The outermost module that ended before the code that made the gradient.
-
-        One that had got a gradient before, at another output (a model that returns its loss
-        beside the logits), holds that code itself.
-        """
-        *outer, last = sorted(first.seen.producers, key=lambda call: len([*call.parents()]))
-        return next((c for c in outer if self._gradient_at_output(c, first) is None), last)
 
     def parameter(self) -> Origin | None:
         """The origin in a parameter's gradient, of finite activations and gradients."""

@@ -29,9 +29,6 @@ MAX_TRIES = 24
 MAX_SHARE = 0.5
 """The largest share of the parameters in float32; beyond it there is little float16 left."""
 
-RunAgain = Callable[[], Origin | None]
-"""Runs the window again at scale 1, on every rank. Returns where it overflows."""
-
 
 class Healer:
     """Finds the modules that have to run in float32.
@@ -53,14 +50,15 @@ class Healer:
         models: Sequence[Module],
         origin: Origin,
         index: int,
-        run_again: RunAgain,
+        run_again: Callable[[], Origin | None],
         any_rank: Callable[[bool], bool],
     ) -> tuple[str, ...]:
         """Run modules in float32 that cure the overflow of this origin, at scale 1 and so at any.
 
-        ``index``: of the window, counted in the run. ``any_rank``: whether an answer is True on any
-        rank; they decide alike, though one may watch a model of its own. Returns the names of the
-        modules in float32 from now on; none where nothing helps, which is logged once for each
+        ``index``: of the window, counted in the run. ``run_again``: runs the window again at scale
+        1, on every rank, and returns where it overflows. ``any_rank``: whether an answer is True on
+        any rank; they decide alike, though one may watch a model of its own. Returns the names of
+        the modules in float32 from now on; none where nothing helps, which is logged once for each
         module in which an overflow began.
         """
         if any_rank(origin.is_of_data or origin.module in self._hopeless):
@@ -83,7 +81,7 @@ class Healer:
         self,
         models: Sequence[Module],
         name: str,
-        run_again: RunAgain,
+        run_again: Callable[[], Origin | None],
         any_rank: Callable[[bool], bool],
     ) -> tuple[list[str], str]:
         """The names of modules that cure the overflow in ``name``, or why there are none."""

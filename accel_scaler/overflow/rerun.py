@@ -53,11 +53,11 @@ def run_again(
         Whatever the model raises; all is put back then, too.
     """
     models = list(recording.models)
-    with _restored(models) as writes, writes, closing(OverflowFinder()) as finder:
+    with _restored(models), closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
         for backward in recording.backwards:
-            made = _forwards(backward)
+            made = _forwards(recording, backward, as_wrapped=False)
             losses, seeds = [backward.loss], {o: g.tensor for o, g in backward.seeds.items()}
             if factor is not None:  # the window's own loss may be inf
                 losses = [made[output] for output in seeds if made[output].numel() == 1]
@@ -89,21 +89,11 @@ def make_again(
     models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
     with _restored(models, parameters) as writes:
-
-        @contextmanager
-        def as_before(call: ForwardCall) -> Iterator[None]:
-            for each in call.buffers:
-                each.restore()
-            with writes, ExitStack() as stack:
-                for wrapper in set(recording.parallel) - set(call.syncs):
-                    stack.enter_context(wrapper.no_sync())
-                yield
-
         for each in recording.buffers:
             each.restore()
         before = recording.gradients.clear(parameters)
         for backward in recording.backwards:
-            made = _forwards(backward, as_before)
+            made = _forwards(recording, backward, as_wrapped=True)
             for model in sharded:
                 model.set_requires_gradient_sync(backward.has_given, recurse=False)
             with around_backward():
@@ -125,24 +115,27 @@ def fill_with_inf(parameters: Sequence[Tensor]) -> None:
 
 
 def _forwards(
-    backward: Backward,
-    around: Callable[[ForwardCall], AbstractContextManager[Any]] | None = None,
+    recording: WindowRecording, backward: Backward, as_wrapped: bool
 ) -> dict[Output, Tensor]:
-    """Run the forwards of a backward again, ``around`` each of them; None: without DDP's wrapper.
-    Returns the new tensor of each root."""
+    """Run the forwards of a backward again: through DDP's wrappers, with the buffers that they had,
+    or without. Returns the new tensor of each root."""
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
-        with nullcontext() if around is None else around(call):
-            returned = _forward(call, without_ddp=around is None)
+        with ExitStack() as stack:
+            for each in call.buffers if as_wrapped else ():
+                each.restore()
+            for wrapper in set(recording.parallel) - set(call.syncs) if as_wrapped else ():
+                stack.enter_context(wrapper.no_sync())
+            returned = _forward(call, as_wrapped)
         made |= {o: returned[o.number] for o in backward.seeds if o.call is call}
     return made
 
 
-def _forward(call: ForwardCall, without_ddp: bool) -> list[Tensor]:
+def _forward(call: ForwardCall, as_wrapped: bool) -> list[Tensor]:
     """Run a forward again. Returns all tensors in its result."""
     run, args = call.run(), call.args
     assert run is not None
-    if without_ddp:  # it is the model, or the argument of a Trainer's ``compute_loss``
+    if not as_wrapped:  # it is the model, or the argument of a Trainer's ``compute_loss``
         run, args = _without_ddp(run), tuple(map(_without_ddp, args))
     # The script may have made an input require gradients since, for a gradient penalty.
     fresh = {
@@ -202,7 +195,8 @@ def _restored(models: Sequence[Module], remade: Sequence[Tensor] = ()) -> Iterat
             if not remade and p.is_leaf:
                 hook: Any = p.register_post_accumulate_grad_hook
                 handles.append(hook(_drop_gradient))
-        with torch.inference_mode(False), as_replay(), torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with torch.inference_mode(False), as_replay(), eagerly, writes:
             yield writes
     finally:
         for handle in handles:

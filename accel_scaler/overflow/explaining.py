@@ -60,7 +60,6 @@ class OverflowExplainer(Observer):
     ) -> None:
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
         self.how, self.after = how, after
-        self.always = how == "always"
         self.meeting = Meeting(scaler)
         self.recording: WindowRecording | None = None
         self.retry: Retry | None = None
@@ -69,7 +68,7 @@ class OverflowExplainer(Observer):
             self.recording = WindowRecording(self._parameters)
             if retries:
                 self.retry = Retry(scaler, self.recording, self.meeting, around_backward)
-        self.finder = OverflowFinder() if self.always else None
+        self.finder = OverflowFinder() if how == "always" else None
         self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._left_to_watch = 0
         """The number of windows until watching ends."""
@@ -104,9 +103,7 @@ class OverflowExplainer(Observer):
         if stepped is not None and (stepped is not self._explained or not stepped.found_inf):
             # The window was fine, or was cured: a run of overflows is over.
             self._explained, self._in_a_row = None, 0
-            self._left_to_watch -= 1
-            if self._left_to_watch <= 0:
-                self._stop_watching()
+            self._count_watched()
         for listener in self._listeners():
             listener.before_backward(loss)
 
@@ -170,9 +167,7 @@ class OverflowExplainer(Observer):
     def _explain(self, window: Window) -> Origin | None:
         if self.finder is not None:
             found = self.meeting.agreed(self.finder.find())
-            self._left_to_watch -= 1
-            if found is not None or self._left_to_watch <= 0:
-                self._stop_watching()
+            self._count_watched(found is not None)
             return found
         if (self._in_a_row - self.after) % ONE_IN:
             return None
@@ -245,7 +240,9 @@ class OverflowExplainer(Observer):
         for model in self.models:
             self.finder.watch(model)
 
-    def _stop_watching(self) -> None:
-        if self.finder is not None and not self.always:
+    def _count_watched(self, has_found: bool = False) -> None:
+        self._left_to_watch -= 1
+        is_over = has_found or self._left_to_watch <= 0
+        if is_over and self.finder is not None and self.how != "always":
             self.finder.close()
             self.finder = None

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..scaling import gradients_of, local
 
-MOVED = "its parameters were changed between a forward and the step"
-
 
 class WindowGradients:
     """The gradients of one window after another. Nothing synchronises but where it is said.
@@ -44,10 +42,9 @@ class WindowGradients:
         parameters = self.parameters()
         if is_first:
             self._before, self._states = _largest_of(parameters), self._states_now()
-        elif self.is_moved():
-            self.obstacle = MOVED
         else:
             self.before_check(parameters)
+            self.look_at_parameters()
         self._note(parameters)
 
     def after_backward(self) -> bool:
@@ -68,9 +65,10 @@ class WindowGradients:
         """Drop the gradients: the window is over."""
         self._left = {}
 
-    def is_moved(self) -> bool:
-        """Whether a parameter was written to, frozen or unfrozen since the first backward."""
-        return self._states != self._states_now()
+    def look_at_parameters(self) -> None:
+        """Note if a parameter was written to, frozen or unfrozen since the first backward."""
+        if self._states != self._states_now():
+            self.obstacle = "its parameters were changed between a forward and the step"
 
     def _states_now(self) -> list[tuple[int, bool]]:
         return [(version_of(p), p.requires_grad) for p in self.parameters()]

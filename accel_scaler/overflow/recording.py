@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
 from ..scaling import local
-from .gradients import MOVED, WindowGradients, version_of
+from .gradients import WindowGradients, version_of
 from .hooks import ForwardListener, Hook, map_tensors, tensors_in
 
 MAX_BYTES = 1 << 28
@@ -270,10 +270,9 @@ class WindowRecording(ForwardListener):
 
     def obstacle_to_gradients(self, parameters: Sequence[Tensor]) -> str:
         """Why the gradients of ``parameters`` cannot be made again. Synchronises."""
+        self.gradients.look_at_parameters()
         if found := self.obstacle() or self.gradients.obstacle:
             return found
-        if self.gradients.is_moved():
-            return MOVED
         if not all(backward.has_ended for backward in self.backwards):
             return "a backward in it was not accelerator.backward()"
         for each in self.buffers:

@@ -175,9 +175,6 @@ class ScalerConfig:
         max_consecutive_skips: How many optimizer steps in a row may be skipped; one more raises.
         on_overflow: What happens to a step whose gradients overflow. skip: it is lost. retry: its
             forwards and backwards run again at lower scales, and the optimizer steps.
-        growth_headroom: With retry: whether the scale grows only while the largest gradient since
-            the last growth leaves room. False, or among several ranks: whenever growth_interval
-            says so, as with skip.
         find_overflow: How to find the module in which an overflow began. replay: run the skipped
             step again, then restore parameters, buffers and random state, nothing else. always:
             watch every module in every step (slow). off: name parameters only. auto: replay with
@@ -209,7 +206,6 @@ class ScalerConfig:
     skip_norm_above: float | str | None = setting(None, optional(NORM))
     max_consecutive_skips: int | None = setting(None, optional(COUNT))
     on_overflow: OnOverflow = choice("skip", OnOverflow)
-    growth_headroom: bool = setting(True, SWITCH)
     find_overflow: Search = choice("auto", Search)
     heal: bool = setting(False, SWITCH)
     fp32_modules: Sequence[str] = setting((), GLOBS)
@@ -341,6 +337,7 @@ def checked(name: Any, value: Any) -> Any:
 RETIRED = {
     "delay_warmup_steps": "step_mode 'delayed' is gone, so drop it",
     "delay_compensation": "step_mode 'delayed' is gone, so drop it",
+    "growth_headroom": "drop it, with retry a scale that has grown too much costs no batch",
     "fold_unscale": "drop it, gradients are unscaled in one pass without it",
     "optimizer_threads": "drop it, the optimizer thread takes physical cores / ranks, less one",
     "mode": "write step_mode",

@@ -31,7 +31,7 @@ from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
 
-TOGETHER = ("find_overflow", "heal", "on_overflow", "growth_headroom")
+TOGETHER = ("find_overflow", "heal", "on_overflow")
 """Settings that ranks have to share to explain an overflow together."""
 OF_A_RANK = (
     *("fp32_modules", "max_consecutive_skips", "telemetry", "log_values"),
@@ -111,14 +111,14 @@ class Attachment:
         how, retries = config.finds_overflow, config.on_overflow == "retry" and config.enabled
         if how != "off" or retries:
             healer = Healer(self.fp32_modules) if config.heal else None
-            rules = config.finds_after, retries, config.growth_headroom
-            self.explainer = OverflowExplainer(self.scaler, how, *rules, healer, self.float16)
+            rules = how, config.finds_after, retries
+            self.explainer = OverflowExplainer(self.scaler, *rules, healer, self.float16)
         self.boundary = Boundary(
             self.scaler,
             self.device,
             self.explainer,
             self.recorder,
-            rerun=None if self.explainer is None else self.explainer.maker,
+            rerun=None if self.explainer is None else self.explainer.retry,
             skip_nonfinite=config.skip_nonfinite,
             skip_norm_above=config.skip_norm_above,
         )

@@ -48,7 +48,7 @@ from .flags import DEST, USAGE, add_flags, own_parser
 STARTUP = str(PACKAGE / "launch" / "startup")
 """The folder in front of PYTHONPATH, whose ``sitecustomize`` attaches."""
 USE_CPU = "ACCELERATE_USE_CPU"
-FP16_ONLY = {*SCALE_SETTINGS, "enabled", "growth_headroom"}
+FP16_ONLY = {*SCALE_SETTINGS, "enabled"}
 """Settings that do nothing in other precisions."""
 
 

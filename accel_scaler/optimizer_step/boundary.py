@@ -26,7 +26,6 @@ from ..scaling import (
     Losses,
     OptimizerRecord,
     Window,
-    always,
     first_nonfinite,
     first_version,
     gradients_of,
@@ -276,8 +275,7 @@ class Boundary:
     ) -> None:
         """Update the scale, then the parameters or not; ``has_moved``: that was done. The window is
         closed before a step begins: after an interrupt the next one is new."""
-        has_room = always if self.check.rerun is None else self.check.rerun.has_room
-        self.scaler.close_window(record.found_inf, record.is_spike, has_room)
+        self.scaler.close_window(record.found_inf, record.is_spike)
         record.stage = OptState.STEPPED
         for observer in self.observers:
             observer.before_update(optimizer, window)

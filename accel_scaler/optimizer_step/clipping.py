@@ -130,7 +130,6 @@ class Clipping:
         self._check.until_finite(lambda: self._clip_value(parameters, clip_value))
 
     def _clip_value(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        self.scaler.window.clipped_values = True
         check = self._check
         parameters = [p for p in parameters if p.grad is not None]
         parts = check.parts(parameters)

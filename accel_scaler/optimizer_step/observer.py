@@ -57,8 +57,5 @@ class Rerun(Protocol):
     def before_check(self) -> None:
         """Gradients are about to be checked, unscaled or clipped."""
 
-    def has_room(self) -> bool:
-        """Whether the scale may grow where that is due."""
-
     def make_again(self) -> bool:
         """Make the open window's gradients anew if they overflowed; returns whether it did."""

@@ -18,11 +18,10 @@ from ..optimizer_step import Observer, StepTiming
 from ..scaling import GradScaler, Origin, Window, has_ranks, is_sharded, parameters_of
 from .finder import OverflowFinder
 from .heal import Healer
-from .making import GradientMaker
-from .meeting import Meeting
-from .obstacle import Obstacle
+from .meeting import ALONE, Meeting, raised
 from .recording import WindowRecording
 from .rerun import run_again
+from .retry import STEPPED, Retry
 
 logger = logging.getLogger("accel_scaler")
 
@@ -46,7 +45,6 @@ class OverflowExplainer(Observer):
             ``always``: every window is watched. ``off``: no origin is searched for.
         after: the number of overflows in a row from which on their origin is searched for.
         retries: a window that has overflowed is made again at lower scales.
-        looks_ahead: with ``retries``, the scale grows only while gradients leave room for it.
         healer: with a healer, a window that has overflowed is run again whatever ``how`` says.
         around_backward: entered around a backward, as the training loop does.
     """
@@ -57,44 +55,31 @@ class OverflowExplainer(Observer):
         how: Literal["watch", "replay", "always", "off"],
         after: int,
         retries: bool,
-        looks_ahead: bool,
         healer: Healer | None,
         around_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.scaler, self.healer, self.around_backward = scaler, healer, around_backward
         self.how, self.after = how, after
-        self.always = how == "always"
         self.meeting = Meeting(scaler)
         self.recording: WindowRecording | None = None
-        self.maker: GradientMaker | None = None
+        self.retry: Retry | None = None
         """Makes gradients again, where that is asked for."""
         if retries or healer is not None or how == "replay":
             self.recording = WindowRecording(self._parameters)
-        if self.recording is not None and (retries or healer is not None):
-            self.maker = GradientMaker(
-                scaler,
-                self.recording,
-                self.meeting,
-                retries,
-                looks_ahead,
-                self._heal_open,
-                around_backward,
-            )
-        self.finder = OverflowFinder() if self.always else None
+            if retries:
+                self.retry = Retry(scaler, self.recording, self.meeting, around_backward)
+        self.finder = OverflowFinder() if how == "always" else None
         self._models: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
         self._left_to_watch = 0
         """The number of windows until watching ends."""
         self._in_a_row = 0
         """The number of windows in a row that have overflowed."""
-        self._first_scale = 1.0
-        """The scale of the first window of that row."""
         self._explained: Window | None = None
         """The window that overflowed last."""
         self._explained_together = False
         """All ranks have explained that window together."""
         self._stepped: Window | None = None
         """The window in which an optimizer has stepped last; others may join it."""
-        self._logged: set[str] = set()
 
     @property
     def models(self) -> list[Module]:
@@ -118,11 +103,7 @@ class OverflowExplainer(Observer):
         if stepped is not None and (stepped is not self._explained or not stepped.found_inf):
             # The window was fine, or was cured: a run of overflows is over.
             self._explained, self._in_a_row = None, 0
-            self._left_to_watch -= 1
-            if self._left_to_watch <= 0:
-                self._stop_watching()
-            if self.healer is not None:
-                self.healer.window_was_fine()
+            self._count_watched()
         for listener in self._listeners():
             listener.before_backward(loss)
 
@@ -135,33 +116,27 @@ class OverflowExplainer(Observer):
         if not window.found_inf and window.grad_norms.are_finite:
             return
         self.meeting.meet([optimizer], window)
-        if not self._is_explained(window):
+        is_explained = self._explained_together or not self.meeting.is_together
+        if self._explained is not window or not is_explained:
             self._find(window)
-        if self.recording is not None and self.maker is not None:  # looking changes nothing
+        if self.recording is not None and (self.retry or self.healer):  # looking changes nothing
             self.recording.restore_statistics()
-        before, first = window.before, window.first_scale
-        if window.found_inf and window.retries and before is not None and first is not None:
+        if window.before is not None and window.found_inf and (window.healed or window.retries):
             # No lower scale has helped: the skip halves the first scale, as any other skip.
-            self.scaler.write_state(self.scaler.rule.advance(replace(before, scale=first), True))
-        elif window.healed:  # the scale did not fall because it was too large
-            state = self.scaler.read_state()
-            self.scaler.write_state(replace(state, scale=max(self._first_scale, state.scale)))
-
-    def _is_explained(self, window: Window) -> bool:
-        is_enough = self._explained_together or not self.meeting.is_together
-        return self._explained is window and is_enough
+            before = replace(window.before, scale=window.first_scale or window.before.scale)
+            after = self.scaler.rule.advance(before, True)
+            if window.healed:  # the scale was not too large
+                after = replace(after, scale=before.scale)
+            self.scaler.write_state(after)
 
     def _find(self, window: Window) -> None:
         """Find out where the window overflowed, and heal that."""
         self._in_a_row += self._explained is not window
         self._explained, self._explained_together = window, self.meeting.is_together
-        if self._in_a_row == 1:
-            self._first_scale = window.first_scale or self.scaler.window_scale
         # A rank may have overflowed alone before, and be in the midst of a run of overflows.
-        mine = self._in_a_row, self._first_scale, self.finder is not None, window.losses.bad()
-        in_a_row, first_scales, watches, bad = zip(*self.meeting.gather(mine), strict=True)
-        self._in_a_row, self._first_scale = max(in_a_row), max(first_scales)
-        window.bad_losses = sum(bad)
+        mine = self._in_a_row, self.finder is not None, window.losses.bad()
+        in_a_row, watches, bad = zip(*self.meeting.gather(mine), strict=True)
+        self._in_a_row, window.bad_losses = max(in_a_row), sum(bad)
         if self.finder is None and any(watches):
             self._start_watching()
         origin = self._explain(window) if self.how != "off" else None
@@ -170,22 +145,13 @@ class OverflowExplainer(Observer):
             if self.meeting.speaks:
                 how = "skipped" if origin.is_of_data else "overflowed"
                 logger.warning("step %d %s: %s", window.index, how, origin.text)
-        if self.healer is not None:
-            self._heal(self.healer, window, origin)
-
-    def _heal_open(self, window: Window) -> float | None:
-        """Heal the open window. Returns the scale that it had; None where it is not healed now."""
-        if self.healer is None or window.healed or self._is_explained(window):
-            return None
-        self._find(window)
-        return max(self._first_scale, window.first_scale or 1.0) if window.healed else None
+        if self.healer is not None and self.recording is not None:
+            self._heal(self.healer, self.recording, window, origin)
 
     def optimizer_stepped(
         self, optimizer: Optimizer, window: Window, timing: StepTiming | None
     ) -> None:
         """Another optimizer may step, and overflow, in the same window."""
-        if self.recording is not None and not window.record(optimizer).is_skipped:
-            self.recording.note_step(optimizer)
         for listener in self._listeners():
             listener.end_window()
         self._stepped = window
@@ -201,9 +167,7 @@ class OverflowExplainer(Observer):
     def _explain(self, window: Window) -> Origin | None:
         if self.finder is not None:
             found = self.meeting.agreed(self.finder.find())
-            self._left_to_watch -= 1
-            if found is not None or self._left_to_watch <= 0:
-                self._stop_watching()
+            self._count_watched(found is not None)
             return found
         if (self._in_a_row - self.after) % ONE_IN:
             return None
@@ -224,9 +188,9 @@ class OverflowExplainer(Observer):
         could not run."""
         obstacle = recording.obstacle()
         if self._stepped is self._explained:  # another optimizer has stepped in it
-            obstacle = Obstacle.STEPPED
+            obstacle = STEPPED
         if self.meeting.is_alone:
-            obstacle = Obstacle.ALONE  # and a forward may communicate
+            obstacle = ALONE  # and a forward may communicate
         why = self.meeting.first(obstacle)
         if why:
             return None, why
@@ -235,13 +199,14 @@ class OverflowExplainer(Observer):
         except Exception as error:  # the model raised it, or memory ran out; the log names it
             if has_ranks() and any(is_sharded(model.parameters()) for model in self.models):
                 raise  # other ranks wait for this one in its forward
-            return None, Obstacle.RAISED.format(f"{type(error).__name__}: {error}")
+            return None, raised(error)
 
-    def _heal(self, healer: Healer, window: Window, origin: Origin | None) -> None:
-        recording, scale = self.recording, window.first_scale or self.scaler.window_scale
-        assert recording is not None
+    def _heal(
+        self, healer: Healer, recording: WindowRecording, window: Window, origin: Origin | None
+    ) -> None:
         if self.meeting.is_alone or self.meeting.first(recording.obstacle()):
             return  # the window cannot run again, as the log says
+        scale = window.first_scale or self.scaler.window_scale
 
         def at_scale_1() -> Origin | None:
             found, why = self._run_again(recording, factor=1 / max(scale, 1.0))
@@ -250,11 +215,9 @@ class OverflowExplainer(Observer):
         found = origin
         if found is None or found.where not in ("forward", "loss"):
             found = at_scale_1()
-        if found is None:
-            healer.window_was_fine()
+        if found is None or not found.where:  # all is finite, or the window cannot run again
             return
-        if found.where:  # else the window cannot run again
-            window.healed = healer.heal(self.models, found, at_scale_1, self.meeting.any)
+        window.healed = healer.heal(self.models, found, window.index, at_scale_1, self.meeting.any)
         if window.healed and self.meeting.speaks:
             logger.warning(
                 "step %d: no scale cures the %s, so in float32 from now on: %s (%.2g%% of the "
@@ -267,19 +230,19 @@ class OverflowExplainer(Observer):
 
     def _start_watching(self, why: str = "") -> None:
         """Watch modules while they run. ``why``: the window could not be run again."""
-        if why and why not in self._logged:
-            self._logged.add(why)
-            logger.warning(
-                "where the overflow began was not seen by running the step again: %s. The next "
-                "steps are watched while they run (see find_overflow).",
-                why,
+        if why:
+            self.meeting.warn_once(
+                f"where the overflow began was not seen by running the step again: {why}. The next "
+                "steps are watched while they run (see find_overflow)."
             )
         self.finder = OverflowFinder()
         self._left_to_watch = MAX_WATCHED if self.recording is None else 1
         for model in self.models:
             self.finder.watch(model)
 
-    def _stop_watching(self) -> None:
-        if self.finder is not None and not self.always:
+    def _count_watched(self, has_found: bool = False) -> None:
+        self._left_to_watch -= 1
+        is_over = has_found or self._left_to_watch <= 0
+        if is_over and self.finder is not None and self.how != "always":
             self.finder.close()
             self.finder = None

@@ -8,7 +8,6 @@ a module's own backward hooks forbid changing its output in place.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +21,17 @@ from ..scaling import Origin
 from .hooks import ForwardListener, Hook, tensors_in
 from .module_names import plain_name
 from .search import search
-from .trace import Call, Entry, Loss, ParameterGradient, Range, Uses, WatchedModule, WindowTrace
-
-
-@dataclass
-class _Seen:
-    """The facts about a living tensor."""
-
-    version: int
-    range: Range | None
-    uses: Uses | None = None
+from .trace import (
+    Call,
+    Entry,
+    Gradient,
+    Loss,
+    ParameterGradient,
+    Range,
+    Seen,
+    WatchedModule,
+    WindowTrace,
+)
 
 
 class OverflowFinder(ForwardListener):
@@ -40,16 +40,16 @@ class OverflowFinder(ForwardListener):
     It reads every activation and every gradient once more. It changes no value, keeps no activation
     alive, and synchronises with the device in :meth:`find` only.
 
-    Forwards without gradients are not kept, nor, beyond a bounded number, forwards that no backward
-    reaches. A module that activation checkpointing runs again takes no part in the order of
-    the forward; only its gradients count. Compiled and scripted modules cannot be seen into: there
-    a loss or a parameter is named at best.
+    Forwards without gradients are not kept, nor the first ones beyond a bounded number. A module
+    that activation checkpointing runs again takes no part in the order of the forward; only its
+    gradients count. Compiled and scripted modules cannot be seen into: there a loss or a parameter
+    is named at best.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._parameters: Any = WeakTensorKeyDictionary()
-        """The handle of the hook on each parameter."""
+        """Parameters with a hook."""
         self._seen: Any = WeakTensorKeyDictionary()
         self._window = WindowTrace()
 
@@ -63,7 +63,8 @@ class OverflowFinder(ForwardListener):
             for own, p in module.named_parameters(recurse=False):
                 if p.requires_grad and p not in self._parameters:
                     hook = Hook(self, "add_parameter_gradient", watched, own)
-                    self._parameters[p] = p.register_hook(hook)
+                    self._parameters[p] = True
+                    self._handles.append(p.register_hook(hook))
             if module not in self._modules and not isinstance(module, torch.jit.ScriptModule):
                 self._listen(module, watched)
 
@@ -77,8 +78,7 @@ class OverflowFinder(ForwardListener):
             if seen.range is not None:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 window.losses.append(Loss(window.micro, seen.range, dtype))
-                if tensor.requires_grad:
-                    self._uses_of(tensor, seen).loss = window.losses[-1]
+                seen.loss = window.losses[-1]
 
     def new_window(self) -> None:
         self._is_over = False
@@ -93,8 +93,6 @@ class OverflowFinder(ForwardListener):
         return search(self._window)
 
     def close(self) -> None:
-        for handle in self._parameters.values():
-            handle.remove()
         self._parameters, self._seen = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         super().close()
 
@@ -113,19 +111,14 @@ class OverflowFinder(ForwardListener):
                 stack = self._stack()
         window = self._window
         earlier = window.latest.get(watched) if is_in_backward() else None
-        if parent is not None:
-            forward = parent.forward
-        elif earlier is not None:
-            # A checkpoint's second run belongs where the first one was.
-            parent, forward = earlier.parent, earlier.forward
-        else:
-            forward = window.open_forward()
-        call = Call(watched, parent, forward, is_first=earlier is None)
+        if parent is None and earlier is not None:
+            parent = earlier.parent  # a checkpoint's second run belongs where the first one was
+        call = Call(watched, parent, window.backwards if parent is None else parent.micro)
         stack.append(call)
         call.inputs = self._entries((args, kwargs), call, consumes=True)
-        if call.is_first:
+        if earlier is None:
             window.latest[watched] = call
-            forward.events.append((False, call))
+            window.events.append((False, call))
 
     def leave(self, watched: WatchedModule, module: Module, args: Any, output: Any) -> None:
         """A module's forward ends; by an exception if ``output`` is None."""
@@ -136,13 +129,13 @@ class OverflowFinder(ForwardListener):
         if not self._is_listening():
             return
         call.outputs = self._entries(output, call, consumes=False)
-        if call.is_first:
-            call.forward.events.append((True, call))
+        if self._window.latest.get(watched) is call:
+            self._window.events.append((True, call))
 
-    def add_gradient(self, uses: Uses, grad: Any) -> None:
+    def add_gradient(self, seen: Seen, grad: Any) -> None:
         found = self._range_of(grad)
         if found is not None:
-            self._window.add_gradient(uses, found)
+            self._window.gradients.append(Gradient(self._window.micro, found, seen))
 
     def add_parameter_gradient(self, watched: WatchedModule, name: str, grad: Any) -> None:
         found = self._range_of(grad)
@@ -169,22 +162,16 @@ class OverflowFinder(ForwardListener):
                 continue
             entries.append(Entry(seen.range, tensor.requires_grad))
             if tensor.requires_grad:
-                uses = self._uses_of(tensor, seen)
-                (uses.consumers if consumes else uses.producers).append(call)
-                call.forward.has_hooks = True
+                (seen.consumers if consumes else seen.producers).append(call)
         return entries
 
-    def _look(self, tensor: Tensor) -> _Seen:
+    def _look(self, tensor: Tensor) -> Seen:
         """Take the range, once for every version of a tensor."""
         version = 0 if tensor.is_inference() else tensor._version
-        seen: _Seen | None = self._seen.get(tensor)
+        seen: Seen | None = self._seen.get(tensor)
         if seen is None or seen.version != version:
-            seen = self._seen[tensor] = _Seen(version, Range.of(tensor.detach()))
+            seen = self._seen[tensor] = Seen(version, Range.of(tensor.detach()))
+            if tensor.requires_grad and seen.range is not None:
+                hook: Any = Hook(self, "add_gradient", seen)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         return seen
-
-    def _uses_of(self, tensor: Tensor, seen: _Seen) -> Uses:
-        if seen.uses is None:
-            seen.uses = Uses()
-            hook: Any = Hook(self, "add_gradient", seen.uses)
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        return seen.uses

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from glob import escape
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from .hooks import map_tensors, tensors_in
 from .module_names import has_forward, match, modules_by_name, refuse_unmatched
 
 LOW = (torch.float16, torch.bfloat16)
+_Change = tuple[dict[str, Any], str, Tensor, Tensor]
+"""A tensor that is replaced for a call: where, its name, the tensor, and the cast of it."""
 CASTABLE = (*LOW, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -183,17 +185,8 @@ class Fp32Module:
         finally:
             _restore(changes)
         if low is None and changes:
-            low = changes[0].tensor.dtype
+            low = changes[0][2].dtype
         return result if is_amp or is_full or low is None else cast_down(result, low)
-
-
-class _Change(NamedTuple):
-    """A tensor of a module that is replaced for a call."""
-
-    where: dict[str, Any]
-    name: str
-    tensor: Tensor
-    cast: Tensor
 
 
 def _cast_parameters(module: Module) -> list[_Change]:
@@ -201,18 +194,15 @@ def _cast_parameters(module: Module) -> list[_Change]:
 
     Autograd sees the casts. A tensor that two modules have is cast once.
     """
-    changes: list[_Change] = []
-    casts: dict[int, Tensor] = {}
+    places: list[dict[str, Any]] = []
     for owner in module.modules():
-        places: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        for where in places:
-            for name, tensor in where.items():
-                if tensor is not None and tensor.dtype in LOW:
-                    if id(tensor) not in casts:
-                        casts[id(tensor)] = tensor.to(torch.float32)
-                    changes.append(_Change(where, name, tensor, casts[id(tensor)]))
-    for change in changes:
-        change.where[change.name] = change.cast
+        places += [owner._parameters, owner._buffers]
+    found = [(where, *item) for where in places for item in where.items()]
+    low = {id(t): t for _, _, t in found if t is not None and t.dtype in LOW}
+    casts = {key: tensor.to(torch.float32) for key, tensor in low.items()}
+    changes = [(where, name, t, casts[id(t)]) for where, name, t in found if id(t) in casts]
+    for where, name, _, cast in changes:
+        where[name] = cast
     return changes
 
 

@@ -6,14 +6,12 @@ other change of a gradient, or of the parameter, is an obstacle.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..scaling import gradients_of, local
-from .obstacle import Obstacle
 
 
 class WindowGradients:
@@ -34,22 +32,19 @@ class WindowGradients:
         last backward."""
         self._before: dict[int, Tensor] = {}
         """By the ``id`` of a parameter: the largest magnitude in its gradient before the window."""
-        self._largest: dict[int, Tensor] = {}
-        """By the ``id`` of a parameter: the largest magnitude in the window's first gradient."""
 
     def new_window(self) -> None:
         self.obstacle = ""
-        self._states, self._left, self._before, self._largest = [], {}, {}, {}
+        self._states, self._left, self._before = [], {}, {}
 
     def before_backward(self, is_first: bool) -> None:
         """Call before each backward of a window."""
         parameters = self.parameters()
         if is_first:
-            self._before, self._states = largest_of(parameters), self._states_now()
-        elif self.is_moved():
-            self.obstacle = Obstacle.MOVED
+            self._before, self._states = _largest_of(parameters), self._states_now()
         else:
             self.before_check(parameters)
+            self.look_at_parameters()
         self._note(parameters)
 
     def after_backward(self) -> bool:
@@ -64,15 +59,16 @@ class WindowGradients:
         """Call before gradients are unscaled or clipped. A change that the script has made since
         the backward would be lost where they are made again."""
         if self._are_changed(parameters):
-            self.obstacle = Obstacle.CHANGED
+            self.obstacle = "its gradients were changed after the backward"
 
     def let_go(self) -> None:
         """Drop the gradients: the window is over."""
         self._left = {}
 
-    def is_moved(self) -> bool:
-        """Whether a parameter was written to, frozen or unfrozen since the first backward."""
-        return self._states != self._states_now()
+    def look_at_parameters(self) -> None:
+        """Note if a parameter was written to, frozen or unfrozen since the first backward."""
+        if self._states != self._states_now():
+            self.obstacle = "its parameters were changed between a forward and the step"
 
     def _states_now(self) -> list[tuple[int, bool]]:
         return [(version_of(p), p.requires_grad) for p in self.parameters()]
@@ -81,36 +77,24 @@ class WindowGradients:
     def dirty(self) -> set[int]:
         """The ``id`` of parameters that had a gradient, other than zero, before the window.
         Synchronises."""
-        return {key for key, largest in self._before.items() if float(largest) != 0.0}
+        return _not_zero(self._before)
 
-    def clear(self, parameters: Sequence[Tensor]) -> None:
+    def clear(self, parameters: Sequence[Tensor]) -> set[int]:
         """Make these gradients zero, to be made again. Each stays the same tensor: it may be a view
-        of DDP's bucket."""
-        none = dict.fromkeys(map(id, parameters), torch.zeros(()))
-        self._largest = none | largest_of(parameters) | self._largest
+        of DDP's bucket. Returns the ``id`` of the parameters whose gradient was other than zero.
+        Synchronises."""
+        found = _not_zero(_largest_of(parameters))
         for grad in gradients_of(parameters):
             grad.zero_()
         self._note(parameters)
+        return found
 
-    def accept(self, parameters: Sequence[Tensor], scale: float, factor: float) -> str:
-        """Take gradients that were made again at ``scale`` for the window's. Returns how they
-        differ from ``factor`` times the first gradients, which may have been unscaled already.
-        Synchronises."""
-        now = {key: float(each) for key, each in largest_of(parameters).items()}
-        most = max(filter(math.isfinite, now.values()), default=0.0)
-        why = ""
-        for p in parameters:
-            then, again = float(self._largest[id(p)]), now.get(id(p), 0.0)
-            if then != 0.0 and not self._are_changed([p]):
-                why = Obstacle.FROM_ELSEWHERE
-                break
-            away = min(abs(again - then * factor), abs(again - then * scale))
-            if math.isfinite(away) and away > (0.01 * most if then else 0.0):
-                # The error of rounding doubles each time that the scale halves.
-                why = Obstacle.LOST_BITS if away < 0.1 * most else Obstacle.DIFFERENT
-                break
+    def take(self, parameters: Sequence[Tensor], before: set[int]) -> bool:
+        """Take the gradients that were made again for the window's. Returns whether each of the
+        parameters ``before``, which :meth:`clear` has returned, has got one."""
+        are_made = all(self._are_changed([p]) for p in parameters if id(p) in before)
         self._note(parameters)
-        return why
+        return are_made
 
     def _note(self, parameters: Sequence[Tensor]) -> None:
         grads = [(id(p), p.grad) for p in parameters]
@@ -125,7 +109,7 @@ class WindowGradients:
         )
 
 
-def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+def _largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """By the ``id`` of each parameter with a gradient: the largest magnitude in the gradient, shape
     (); 0 where it is empty. Does not synchronise."""
     found = {}
@@ -134,6 +118,10 @@ def largest_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
         ends = torch.stack(torch.aminmax(values)) if values.numel() else torch.zeros(1)
         found[id(p)] = ends.abs().amax()
     return found
+
+
+def _not_zero(largest: dict[int, Tensor]) -> set[int]:
+    return {key for key, each in largest.items() if float(each) != 0.0}
 
 
 def version_of(tensor: Tensor | None) -> int:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from torch.nn import Module
 
-from ..errors import UnsupportedError, listed
-from ..scaling import MAX_NAMES, Origin, find_nonfinite
+from ..errors import UnsupportedError
+from ..scaling import Origin
 from .fp32_modules import Fp32Module, Fp32Modules
 from .module_names import modules_by_name
 
@@ -29,9 +29,6 @@ MAX_TRIES = 24
 MAX_SHARE = 0.5
 """The largest share of the parameters in float32; beyond it there is little float16 left."""
 
-RunAgain = Callable[[], Origin | None]
-"""Runs the window again at scale 1, on every rank. Returns where it overflows."""
-
 
 class Healer:
     """Finds the modules that have to run in float32.
@@ -44,46 +41,39 @@ class Healer:
         self.fp32_modules = fp32_modules
         self._hopeless: set[str] = set()
         """Modules whose overflows nothing has cured."""
-        self._last = ""
-        self._in_a_row = 0
-
-    def window_was_fine(self) -> None:
-        """Call where nothing overflowed, or only because of the scale."""
-        self._last, self._in_a_row = "", 0
+        self._row = "", 0, 0
+        """The module in whose backward the last windows have overflowed, the index of the last
+        one, and their number."""
 
     def heal(
         self,
         models: Sequence[Module],
         origin: Origin,
-        run_again: RunAgain,
-        any_rank: Callable[[bool], bool] = bool,
+        index: int,
+        run_again: Callable[[], Origin | None],
+        any_rank: Callable[[bool], bool],
     ) -> tuple[str, ...]:
         """Run modules in float32 that cure the overflow of this origin, at scale 1 and so at any.
 
-        ``any_rank``: whether an answer is True on any rank; they decide alike, though one may watch
-        a model of its own. Returns the names of the modules in float32 from now on; none where
-        nothing helps, which is logged once for each module in which an overflow began.
+        ``index``: of the window, counted in the run. ``run_again``: runs the window again at scale
+        1, on every rank, and returns where it overflows. ``any_rank``: whether an answer is True on
+        any rank; they decide alike, though one may watch a model of its own. Returns the names of
+        the modules in float32 from now on; none where nothing helps, which is logged once for each
+        module in which an overflow began.
         """
         if any_rank(origin.is_of_data or origin.module in self._hopeless):
             return ()
         if origin.where not in ("forward", "loss"):
-            self._in_a_row = self._in_a_row + 1 if origin.module == self._last else 1
-            self._last = origin.module
-            if any_rank(self._in_a_row < MIN_OVERFLOWS):
+            module, last, count = self._row
+            goes_on = (module, last + 1) == (origin.module, index)
+            self._row = origin.module, index, count + 1 if goes_on else 1
+            if any_rank(self._row[2] < MIN_OVERFLOWS):
                 return ()
         names, why = self._search(models, origin.module, run_again, any_rank)
         if names:
             self.fp32_modules.add(names, models)
-            self.window_was_fine()
         else:
             self._hopeless.add(origin.module)
-            named = [each for model in models for each in Module.named_parameters(model)]
-            bad = [named[i][0] for i in find_nonfinite([p.detach() for _, p in named])]
-            if bad:
-                why = (
-                    f"{listed(bad[:MAX_NAMES], len(bad))} hold inf or NaN themselves, which no "
-                    "setting cures. Load the model in bfloat16 or float32, or an earlier checkpoint"
-                )
             logger.warning("heal: %s. (For the %s. Logged once.)", why, origin.short)
         return tuple(names)
 
@@ -91,7 +81,7 @@ class Healer:
         self,
         models: Sequence[Module],
         name: str,
-        run_again: RunAgain,
+        run_again: Callable[[], Origin | None],
         any_rank: Callable[[bool], bool],
     ) -> tuple[list[str], str]:
         """The names of modules that cure the overflow in ``name``, or why there are none."""
@@ -118,7 +108,8 @@ class Healer:
             name = name.rpartition(".")[0] if is_inside else after.module
         return [], (
             "no module in float32 cures it. If it is in code outside of the model, or in the "
-            "model's own forward, compute that in float32"
+            "model's own forward, compute that in float32. If weights are inf or NaN, load them in "
+            "bfloat16 or float32"
         )
 
     def share(self, models: Sequence[Module], names: Sequence[str] = ()) -> float:

@@ -10,6 +10,7 @@ one. Whatever it did alone it does again there, since the others wait for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -27,7 +28,20 @@ from ..scaling import (
     parameters_of,
 )
 
+logger = logging.getLogger("accel_scaler")
+
 T = TypeVar("T")
+
+ALONE = (
+    "the ranks are not known to have overflowed together: they step alone, may run out of inputs "
+    "(Join), have other settings, or were attached after prepare"
+)
+"""Why ranks do not run a window again."""
+
+
+def raised(error: Exception) -> str:
+    """Why a window cannot be made again that has raised this: the model did, or memory ran out."""
+    return f"it raised {type(error).__name__}: {error}"
 
 
 class Meeting:
@@ -40,6 +54,7 @@ class Meeting:
         self.is_together = False
         """Whether all ranks have the present overflow."""
         self._device = torch.device("cpu")
+        self._said: set[str] = set()
 
     def meet(self, optimizers: Sequence[Optimizer], window: Window) -> None:
         """Find out whether all ranks have the overflow of these optimizers in this window."""
@@ -57,6 +72,12 @@ class Meeting:
     def speaks(self) -> bool:
         """Whether this rank writes the log for all ranks that are here."""
         return not self.is_together or is_rank_0()
+
+    def warn_once(self, text: str, where: str = "") -> None:
+        """Log this text, after ``where``, unless it was logged before."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.warning("%s%s", where, text)
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank that is here."""

@@ -5,12 +5,13 @@
 - An *output* is a tensor with a graph that a forward has returned.
 - A *root* is an output that code outside of forwards has used: the script has made a loss of it, or
   it is the loss.
-- A *backward* is one ``accelerator.backward()``, with the outputs that it has brought gradients to.
+- A *backward* is one ``accelerator.backward()``, with its roots and the gradients that have come to
+  them.
 
 There is one way to make a window again: its forwards run again, and each backward starts at its
 roots, from the gradients that had come to them, times the ratio of the scales. So it does not
-matter how the loss was computed. Every other output gets its gradient on the way, from a forward
-that took it. :class:`Obstacle` lists the reasons why a window cannot be made again.
+matter how the loss was computed. A forward whose input comes with a graph (a critic's, of what a
+generator made) is not recorded, nor is its window.
 
 The record holds references, and copies of small buffers. Nothing is read from the device.
 """
@@ -28,15 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from ..devices import is_capturing
 from ..models import is_in_backward, is_replaying, is_transformed, unwrap
-from ..scaling import local, parameters_of
+from ..scaling import local
 from .gradients import WindowGradients, version_of
-from .hooks import ForwardListener, Hook, is_tensor, map_tensors, tensors_in
-from .obstacle import Obstacle
-from .trace import is_batched
+from .hooks import ForwardListener, Hook, map_tensors, tensors_in
 
 MAX_BYTES = 1 << 28
 """The most that is kept of one window: inputs, gradients and random states."""
@@ -53,8 +51,6 @@ class Kept(NamedTuple):
     tensor: Tensor
     version: int
     requires_grad: bool = False
-    source: Output | None = None
-    """The output of another forward that this input is."""
 
 
 class KeptBuffer(NamedTuple):
@@ -86,8 +82,6 @@ class ForwardCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Kept]
-    roots: list[Any]
-    """Where the graphs of the inputs begin: nodes, and the numbers of their outputs."""
     restore_random_state: Callable[[], None]
     autocast: list[tuple[str, torch.dtype, bool]]
     """For each device type: dtype, and whether autocast was on."""
@@ -107,11 +101,6 @@ class Output:
     """The place of the tensor in all that the forward returned."""
     last: Tensor | None
     """The last element of the tensor, shape (), to compare."""
-    version: int
-    """The version of the tensor when the forward returned it."""
-    is_root: bool = False
-    grad: Kept | None = None
-    """The gradient that came to a root."""
 
 
 @dataclass(eq=False, slots=True)
@@ -119,20 +108,17 @@ class Backward:
     """A backward, as the head of this file defines it."""
 
     loss: Tensor
-    outputs: list[Output] = field(default_factory=list)
+    roots: list[Output] = field(default_factory=list)
+    seeds: dict[Output, Kept] = field(default_factory=dict)
+    """The gradients that came to the roots."""
     has_ended: bool = False
     has_given: bool = False
     """Whether the backward left gradients on parameters: FSDP2 may hold them back."""
 
     @property
     def calls(self) -> list[ForwardCall]:
-        """The forwards that it has reached, in the order in which they ran."""
-        return sorted({output.call for output in self.outputs}, key=lambda call: call.number)
-
-    @property
-    def seeds(self) -> dict[Output, Kept]:
-        """The roots, with the gradients that came to them."""
-        return {output: output.grad for output in self.outputs if output.grad is not None}
+        """The forwards of the roots, in the order in which they ran."""
+        return sorted({output.call for output in self.roots}, key=lambda call: call.number)
 
 
 class WindowRecording(ForwardListener):
@@ -156,15 +142,14 @@ class WindowRecording(ForwardListener):
         self.parallel: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._key = object()
         """The key of our entry in the metadata of a graph's nodes."""
-        self._forwards = 0
-        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How many forwards there were before the last update of each optimizer."""
+        self._forwards = self._earlier = 0
+        """How many forwards there were, and before this window."""
         self._is_over = True
         self._bytes = 0
 
     @property
     def calls(self) -> list[ForwardCall]:
-        """The forwards that backwards of this window have reached."""
+        """The forwards that backwards of this window go through."""
         return [call for backward in self.backwards for call in backward.calls]
 
     @property
@@ -216,35 +201,48 @@ class WindowRecording(ForwardListener):
         self._stack().clear()  # a forward that was interrupted never left
         self.gradients.before_backward(is_first=not self.backwards)
         self.backwards.append(Backward(loss.detach()))
-        if not self.left_out:
-            self._find_roots(loss)
+        self._find_roots(loss, self.backwards[-1])
 
-    def _find_roots(self, loss: Tensor) -> None:
-        """Walk the graph of ``loss`` but for recorded forwards."""
-        seen, left = set[Any](), [(loss.grad_fn, loss.output_nr)]
+    def _find_roots(self, loss: Tensor, backward: Backward) -> None:
+        """Walk the graph of ``loss`` down to recorded forwards."""
+        seen, left = set[Any](), list[Any]([(loss.grad_fn, loss.output_nr)])
         while left:
             node, place = left.pop()
             if node is None or (node, place) in seen:
                 continue
             seen.add((node, place))
-            output = self._output_at(node, place)
+            output: Output | None = node.metadata.get(self._key, {}).get(place)
             if output is not None:
-                output.is_root = True
-                left += output.call.roots
+                self._add_root(node, place, output, backward)
             elif not issubclass(type(getattr(node, "variable", None)), Parameter):
                 left += node.next_functions
             else:
-                self.gradients.obstacle = Obstacle.OUTSIDE
+                self.gradients.obstacle = (
+                    "parameters were used outside of a forward, or in a gradient penalty"
+                )
+
+    def _add_root(self, node: Any, place: int, output: Output, backward: Backward) -> None:
+        call = output.call
+        if call.backward not in (None, backward):
+            self.left_out = "two backwards go through a forward (retain_graph=True)"
+        elif call.number <= self._earlier:
+            self.left_out = "a backward goes through a forward of an earlier step"
+        if self.left_out:
+            return
+        if call.backward is None:
+            copies = [each.copy for each in call.buffers if each.copy is not None]
+            self._bytes += sum(map(_bytes, [*(each.tensor for each in call.inputs), *copies]))
+            self._bytes += BYTES_OF_RANDOM_STATE
+        call.backward = backward
+        backward.roots.append(output)
+        node.register_hook(Hook(self, "add_gradient", backward, output, place))
+        self._forget_if_large()
 
     def after_backward(self) -> None:
         """Call after each backward, unless it has raised an exception."""
         if self.backwards:
             self.backwards[-1].has_ended = True
             self.backwards[-1].has_given = self.gradients.after_backward()
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Call after this optimizer has updated its parameters."""
-        self._stepped[optimizer] = self._forwards
 
     def end_window(self) -> None:
         super().end_window()
@@ -254,6 +252,7 @@ class WindowRecording(ForwardListener):
         self._forget()
         self.backwards = []
         self._bytes, self.left_out, self._is_over = 0, "", False
+        self._earlier = self._forwards
         self.gradients.new_window()
 
     # Why the window cannot be made again.
@@ -263,45 +262,27 @@ class WindowRecording(ForwardListener):
         if self.left_out:
             return self.left_out
         if not self.calls:
-            return Obstacle.NOT_SEEN
-        if any(call.run() is None for call in self.calls):
-            return Obstacle.MODEL_GONE
+            return "no forward of a prepared model, with accelerator.backward(), was seen in it"
         inputs = [each for call in self.calls for each in call.inputs]
         if any(each.version != version_of(each.tensor) for each in (*inputs, *self.seeds)):
-            return Obstacle.CHANGED_INPUT
+            return "an input, or the gradient of an output, was changed in place since"
         return ""
 
-    def obstacle_to_gradients(self, parameters: Sequence[Tensor], changes_model: bool) -> str:
-        """Why the gradients of ``parameters`` cannot be made again. Synchronises.
-
-        Args:
-            changes_model: modules run in float32 that did not. So the outputs are others, and a
-                gradient that had come to one of them is of use only where the output is the loss.
-        """
+    def obstacle_to_gradients(self, parameters: Sequence[Tensor]) -> str:
+        """Why the gradients of ``parameters`` cannot be made again. Synchronises."""
+        self.gradients.look_at_parameters()
         if found := self.obstacle() or self.gradients.obstacle:
             return found
-        if self.gradients.is_moved():
-            return Obstacle.MOVED
         if not all(backward.has_ended for backward in self.backwards):
-            return Obstacle.UNFINISHED
+            return "a backward in it was not accelerator.backward()"
         for each in self.buffers:
             is_same = each.place.get(each.name) is each.tensor
             if each.copy is None and not (is_same and version_of(each.tensor) == each.version):
-                return Obstacle.LARGE_BUFFER
-        for call in self.calls:
-            steps = [o for o, number in self._stepped.items() if number >= call.number]
-            run = call.run() if steps else None
-            own = [run] if isinstance(run, Module) else self.models
-            later = {id(p) for o in steps for p in parameters_of(o)}
-            if later and not later.isdisjoint(id(p) for model in own for p in model.parameters()):
-                return Obstacle.UPDATED
+                return f"a buffer of more than {MAX_COPIED} elements was written to"
         if self.gradients.dirty.intersection(map(id, parameters)):
-            return Obstacle.ADDED
-        for seed in self.seeds:
-            if not bool(local(seed.tensor).isfinite().all()):
-                return Obstacle.INFINITE
-            if changes_model and seed.tensor.numel() != 1:
-                return Obstacle.OTHER_LOSS
+            return "its gradients were added to those of an earlier step"
+        if not all(bool(local(seed.tensor).isfinite().all()) for seed in self.seeds):
+            return "the gradient of an output was not finite"
         return ""
 
     @torch.no_grad()
@@ -341,61 +322,35 @@ class WindowRecording(ForwardListener):
         for number, tensor in enumerate(tensors_in(output)):
             if tensor.grad_fn is not None:
                 last = last_of(tensor) if compares else None
-                made = Output(call, number, last, version_of(tensor))
-                # The graph keeps the record of the output, so that a backward in a later window
-                # finds it.
+                made = Output(call, number, last)
+                # The graph keeps the record of the output, so that each backward finds it.
                 node: Any = tensor.grad_fn
-                place = tensor.output_nr
-                node.register_hook(Hook(self, "add_gradient", made, place))
-                node.metadata.setdefault(self._key, {})[place] = made
+                node.metadata.setdefault(self._key, {})[tensor.output_nr] = made
 
-    def _output_at(self, node: Any, place: int) -> Output | None:
-        """The output that a node of the graph has made at this place."""
-        found: Output | None = node.metadata.get(self._key, {}).get(place)
-        return found
-
-    def add_gradient(self, output: Output, place: int, _: Any, grads: Any) -> None:
-        grad, call = grads[place], output.call
-        if not is_tensor(grad) or is_transformed() or is_batched(grad) or is_replaying():
+    def add_gradient(
+        self, backward: Backward, output: Output, place: int, _: Any, grads: Any
+    ) -> None:
+        """The gradient of a root has come."""
+        grad = grads[place]
+        if self.left_out or backward.has_ended or grad is None:
             return
-        # Outside of a backward it is torch.autograd.grad, which leaves no gradient on a parameter.
-        if self.left_out or not self.backwards or self.backwards[-1].has_ended:
-            return
-        backward = self.backwards[-1]
         if torch.is_grad_enabled():
-            self.left_out = Obstacle.DIFFERENTIATED
+            self.left_out = "its gradient is differentiated itself (create_graph=True)"
             return
-        if call.backward not in (None, backward):
-            self.left_out = Obstacle.TWICE
-            return
-        size = 0
-        if output.is_root:
-            output.grad, size = Kept(grad, version_of(grad)), _bytes(grad)
-        if call.backward is None:
-            copies = [each.copy for each in call.buffers if each.copy is not None]
-            size += sum(map(_bytes, [*(each.tensor for each in call.inputs), *copies]))
-            size += BYTES_OF_RANDOM_STATE
-        call.backward = backward
-        backward.outputs.append(output)
-        self._count(size)
+        backward.seeds[output] = Kept(grad, version_of(grad))
+        self._bytes += _bytes(grad)
+        self._forget_if_large()
 
     def _call(
         self, run: weakref.ref[Any], module: Module, args: Any, kwargs: dict[str, Any]
     ) -> ForwardCall:
-        inputs, roots = list[Kept](), list[Any]()
+        inputs = list[Kept]()
 
         def detach(tensor: Tensor) -> Tensor:
+            if tensor.grad_fn is not None or issubclass(type(tensor), Parameter):
+                self.left_out = "an input of a forward came with a graph, or was a parameter"
             plain = tensor.detach() if tensor.requires_grad else tensor
-            source = None
-            if tensor.requires_grad:
-                edge = torch.autograd.graph.get_gradient_edge(tensor)
-                hooks = (tensor._backward_hooks or {}).values()
-                if all(isinstance(hook, Hook) for hook in hooks):  # none is the script's
-                    source = self._output_at(edge.node, edge.output_nr)
-                if source is not None and source.version != version_of(tensor):
-                    source = None  # the script has written to it
-                roots.extend([(edge.node, edge.output_nr)] if source is None else source.call.roots)
-            inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad, source))
+            inputs.append(Kept(plain, version_of(tensor), tensor.requires_grad))
             return plain
 
         args, kwargs = map_tensors((args, kwargs), detach)
@@ -411,26 +366,24 @@ class WindowRecording(ForwardListener):
             args,
             kwargs,
             inputs,
-            roots,
             random_state(device),
             autocast,
             self._forwards,
             _kept_buffers(unwrap(module)),
         )
 
-    def _count(self, size: int) -> None:
-        """Drop the record of the window where it becomes too large."""
-        self._bytes += size
-        if self._bytes > MAX_BYTES and not self.left_out:
+    def _forget_if_large(self) -> None:
+        if self._bytes > MAX_BYTES:
             self._forget()
-            self.left_out = Obstacle.TOO_LARGE.format(MAX_BYTES >> 20)
+            self.left_out = f"inputs and gradients in it take more than {MAX_BYTES >> 20} MiB"
 
     def _forget(self) -> None:
-        """Forget the gradients of outputs."""
+        """Drop what is kept of the window; a graph may keep its outputs."""
         for backward in self.backwards:
-            for output in backward.outputs:  # a graph may keep it
-                output.grad, output.call.backward, output.is_root = None, None, False
-            backward.outputs.clear()
+            for call in backward.calls:
+                call.backward = None
+            backward.roots.clear()
+            backward.seeds.clear()
 
 
 def _kept_buffers(model: Module) -> list[KeptBuffer]:

@@ -22,7 +22,6 @@ from ..models import as_replay, is_fsdp2
 from ..scaling import Origin, gradients_of, local
 from .finder import OverflowFinder
 from .hooks import is_tensor, map_tensors, tensors_in
-from .obstacle import Obstacle
 from .recording import (
     Backward,
     ForwardCall,
@@ -54,11 +53,11 @@ def run_again(
         Whatever the model raises; all is put back then, too.
     """
     models = list(recording.models)
-    with _restored(models) as writes, writes, closing(OverflowFinder()) as finder:
+    with _restored(models), closing(OverflowFinder()) as finder:
         for model in models:
             finder.watch(model)
         for backward in recording.backwards:
-            made = _forwards(backward)
+            made = _forwards(recording, backward, as_wrapped=False)
             losses, seeds = [backward.loss], {o: g.tensor for o, g in backward.seeds.items()}
             if factor is not None:  # the window's own loss may be inf
                 losses = [made[output] for output in seeds if made[output].numel() == 1]
@@ -73,9 +72,7 @@ def make_again(
     recording: WindowRecording,
     parameters: Sequence[Tensor],
     around_backward: Callable[[], AbstractContextManager[None]],
-    scale: float,
     factor: float,
-    changes_model: bool,
 ) -> str:
     """Make the gradients of ``parameters`` again, through the wrapped models and with the
     collectives of ordinary backwards. Returns why these are not the window's; "": they are.
@@ -84,43 +81,31 @@ def make_again(
 
     Args:
         recording: one without an obstacle to that.
-        scale: the scale of the new gradients.
         factor: the multiplier of the gradients of the roots.
-        changes_model: the outputs may be others than the window's.
 
     Raises:
         Whatever the model raises. The gradients are anything then, as where it returns a reason.
     """
     models, pairs = list(recording.models), list[tuple[Tensor, Tensor]]()
     sharded: list[Any] = [m for model in models for m in model.modules() if is_fsdp2(m)]
-    with _restored(models, parameters, keeps_buffers=changes_model) as writes:
-
-        @contextmanager
-        def as_before(call: ForwardCall) -> Iterator[None]:
-            for each in () if changes_model else call.buffers:
-                each.restore()
-            with writes, ExitStack() as stack:
-                for wrapper in set(recording.parallel) - set(call.syncs):
-                    stack.enter_context(wrapper.no_sync())
-                yield
-
+    with _restored(models, parameters) as writes:
         for each in recording.buffers:
             each.restore()
-        recording.gradients.clear(parameters)
+        before = recording.gradients.clear(parameters)
         for backward in recording.backwards:
-            made = _forwards(backward, as_before)
+            made = _forwards(recording, backward, as_wrapped=True)
             for model in sharded:
                 model.set_requires_gradient_sync(backward.has_given, recurse=False)
             with around_backward():
                 _run_backward(made, {o: g.tensor * factor for o, g in backward.seeds.items()})
             lasts = [(last_of(tensor), output.last) for output, tensor in made.items()]
             pairs += [(now, then) for now, then in lasts if now is not None and then is not None]
-        why = recording.gradients.accept(parameters, scale, factor)
+        are_made = recording.gradients.take(parameters, before)
     if writes.has_written:
-        return Obstacle.WRITES
-    if changes_model:
-        return ""
-    return why if all(torch.allclose(*pair, rtol=1e-3) for pair in pairs) else Obstacle.OTHER_OUTPUT
+        return "its forward writes to its parameters"
+    if not all(torch.allclose(*pair, rtol=1e-3) for pair in pairs):
+        return "its forward gave another output: it has state of its own"
+    return "" if are_made else "a parameter got a gradient that no recorded forward gives"
 
 
 def fill_with_inf(parameters: Sequence[Tensor]) -> None:
@@ -130,31 +115,33 @@ def fill_with_inf(parameters: Sequence[Tensor]) -> None:
 
 
 def _forwards(
-    backward: Backward,
-    around: Callable[[ForwardCall], AbstractContextManager[Any]] | None = None,
+    recording: WindowRecording, backward: Backward, as_wrapped: bool
 ) -> dict[Output, Tensor]:
-    """Run the forwards of a backward again, ``around`` each of them; None: without DDP's wrapper.
-    Returns the new tensor of each output."""
+    """Run the forwards of a backward again: through DDP's wrappers, with the buffers that they had,
+    or without. Returns the new tensor of each root."""
     made: dict[Output, Tensor] = {}
     for call in backward.calls:
-        with nullcontext() if around is None else around(call):
-            returned = _forward(call, made, without_ddp=around is None)
-        made |= {o: returned[o.number] for o in backward.outputs if o.call is call}
+        with ExitStack() as stack:
+            for each in call.buffers if as_wrapped else ():
+                each.restore()
+            for wrapper in set(recording.parallel) - set(call.syncs) if as_wrapped else ():
+                stack.enter_context(wrapper.no_sync())
+            returned = _forward(call, as_wrapped)
+        made |= {o: returned[o.number] for o in backward.seeds if o.call is call}
     return made
 
 
-def _forward(call: ForwardCall, made: dict[Output, Tensor], without_ddp: bool) -> list[Tensor]:
-    """Run a forward again. Returns all tensors in its result. Inputs that are in ``made`` come
-    with their graph."""
+def _forward(call: ForwardCall, as_wrapped: bool) -> list[Tensor]:
+    """Run a forward again. Returns all tensors in its result."""
     run, args = call.run(), call.args
     assert run is not None
-    if without_ddp:  # it is the model, or the argument of a Trainer's ``compute_loss``
+    if not as_wrapped:  # it is the model, or the argument of a Trainer's ``compute_loss``
         run, args = _without_ddp(run), tuple(map(_without_ddp, args))
     # The script may have made an input require gradients since, for a gradient penalty.
-    fresh: dict[int, Tensor] = {}
-    for each in call.inputs:
-        plain = each.tensor.detach().requires_grad_(each.requires_grad)
-        fresh[id(each.tensor)] = made.get(each.source, plain) if each.source else plain
+    fresh = {
+        id(each.tensor): each.tensor.detach().requires_grad_(each.requires_grad)
+        for each in call.inputs
+    }
     args, kwargs = map_tensors((args, call.kwargs), lambda t: fresh.get(id(t), t))
     call.restore_random_state()
     with torch.enable_grad(), ExitStack() as stack:
@@ -189,19 +176,17 @@ def _run_backward(made: dict[Output, Tensor], seeds: dict[Output, Tensor]) -> No
 
 
 @contextmanager
-def _restored(
-    models: Sequence[Module], remade: Sequence[Tensor] = (), keeps_buffers: bool = False
-) -> Iterator[_CopyOnWrite]:
+def _restored(models: Sequence[Module], remade: Sequence[Tensor] = ()) -> Iterator[_CopyOnWrite]:
     """Models may be run in the block: parameters, their gradients, buffers and random state are
-    afterwards as they were, but for the gradients of the parameters ``remade``, and for the buffers
-    with ``keeps_buffers``. Without ``remade`` each gradient is dropped as soon as hooks have seen
-    it, so that there is no need of memory for all of them."""
+    afterwards as they were, but for the gradients of the parameters ``remade``. Without ``remade``
+    each gradient is dropped as soon as hooks have seen it, so that there is no need of memory for
+    all of them."""
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     restore_random_state = random_state(device_of(models[0]))
     parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
     stay = set(map(id, remade))
     grads = [(p, p.grad) for p in parameters.values() if p.requires_grad and id(p) not in stay]
-    places = [] if keeps_buffers else [(m._buffers, dict(m._buffers)) for m in modules]
+    places = [(m._buffers, dict(m._buffers)) for m in modules]
     buffers = [(b, b.clone()) for _, own in places for b in own.values() if b is not None]
     writes, handles = _CopyOnWrite(parameters.values()), list[Any]()
     try:
@@ -210,7 +195,8 @@ def _restored(
             if not remade and p.is_leaf:
                 hook: Any = p.register_post_accumulate_grad_hook
                 handles.append(hook(_drop_gradient))
-        with torch.inference_mode(False), as_replay(), torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with torch.inference_mode(False), as_replay(), eagerly, writes:
             yield writes
     finally:
         for handle in handles:

@@ -10,7 +10,6 @@ from ..scaling import Origin, Pair
 from .trace import (
     Call,
     Entry,
-    Forward,
     Gradient,
     Loss,
     Range,
@@ -40,41 +39,61 @@ class _Suspect(NamedTuple):
     is_data: bool = False
     """The model was given that value."""
 
+    @property
+    def spreads(self) -> bool:
+        """Whether a non-finite value got out of the model, instead of being masked on the way."""
+        outer = list(self.call.parents())
+        if not self.call.bad_outputs or self.is_data:
+            outer.insert(0, self.call)
+        return all(each.bad_outputs or not each.outputs for each in outer)
+
+    @property
+    def is_masked(self) -> bool:
+        return all(entry.range.is_masked for entry in self.made)
+
 
 class _MicroBatch:
     """The search in one micro-batch, in the order in which it ran."""
 
     def __init__(self, window: WindowTrace, micro: int) -> None:
         self.window, self.micro = window, micro
-        self.forwards = [forward for forward in window.forwards if forward.micro == micro]
+        self.events = [event for event in window.events if event[1].micro == micro]
         self.losses = [loss for loss in window.losses if loss.micro == micro]
         self.is_loss_finite = all(loss.range.is_finite for loss in self.losses)
 
     def forward(self) -> Origin | None:
         """The origin in the first module that made a non-finite value which got out of it."""
-        suspects = self._suspects()
-        chosen = next(filter(_spreads, suspects), None)
-        if chosen is None and suspects and not self.is_loss_finite:
-            chosen = suspects[0]  # it may have left by another way, as an auxiliary loss
-        return None if chosen is None else self._in_forward(chosen)
+        later = [loss for loss in self.window.losses if loss.micro >= self.micro]
+        if later and all(loss.range.is_finite for loss in later):
+            return None
+        suspects = list(self._suspects())
+        found = [each for each in suspects if each.spreads]
+        if not self.is_loss_finite:
+            found = found or suspects  # it may have left by another way, as an auxiliary loss
+        elif self.losses:
+            found = [each for each in found if not each.is_masked]
+        found.sort(key=lambda each: each.is_masked)  # a masked score is as it should be
+        return self._in_forward(found[0]) if found else None
 
-    def _suspects(self) -> list[_Suspect]:
-        """The suspects in the forwards that a backward reached, in order."""
-        is_loss_finite = self.losses and self.is_loss_finite
-        return [
-            suspect
-            for forward in self.forwards
-            if forward.got_gradient or not forward.has_hooks
-            for suspect in _suspects(forward)
-            # Under a finite loss a masked score is as it should be.
-            if not (is_loss_finite and all(entry.range.is_masked for entry in suspect.made))
-        ]
+    def _suspects(self) -> Iterator[_Suspect]:
+        """In order of time: calls with finite inputs in which a non-finite value appeared."""
+        for is_over, call in self.events:
+            bad_inputs = call.bad_inputs
+            if is_over:
+                if call.bad_outputs and not bad_inputs:
+                    yield _Suspect(call, call.bad_outputs)
+            elif bad_inputs:
+                if call.parent is None:
+                    yield _Suspect(call, bad_inputs, is_data=True)
+                elif not call.parent.bad_inputs:
+                    # Its own code made it, or a module before, which was seen.
+                    yield _Suspect(call.parent, bad_inputs)
 
     def _in_forward(self, suspect: _Suspect) -> Origin:
         call, made = suspect.call, pair_of(suspect.made)
         if suspect.is_data:
-            is_first = call.forward is self.forwards[0]
-            what = "batch" if is_first else f"input of {call.module}"
+            first = next(each for _, each in self.events if each.parent is None)
+            what = "batch" if call is first else f"input of {call.module}"
             bad = in_words(made).split()[-1]
             text = f"the {what} already contained {bad}, micro-batch {self.micro}"
             return self._origin("forward", call.module, made, pair_of(call.outputs), text)
@@ -104,15 +123,15 @@ class _MicroBatch:
         first = next((g for g in gradients if not g.range.is_finite), None)
         if first is None:
             return None
-        uses = first.uses
-        if uses.loss is not None:
-            return self._at_loss(first, uses.loss)
-        if any(not entry.is_finite for call in uses.producers for entry in call.outputs):
+        seen = first.seen
+        if seen.loss is not None:
+            return self._at_loss(first, seen.loss)
+        if any(not entry.is_finite for call in seen.producers for entry in call.outputs):
             # The loss leaves out non-finite rows, as rows without a label: their gradient is NaN.
-            made = [each for each in self._suspects() if not each.is_data]
-            if made:
-                return self._in_forward(made[0])
-        consumers = _innermost(c for c in uses.consumers if c not in uses.producers)
+            made = next((each for each in self._suspects() if not each.is_data), None)
+            if made is not None:
+                return self._in_forward(made)
+        consumers = _innermost(c for c in seen.consumers if c not in seen.producers)
         return self._in_backward(consumers[-1], first) if consumers else self._between(first)
 
     def _gradient_at_output(self, call: Call, first: Gradient) -> Pair | None:
@@ -120,7 +139,7 @@ class _MicroBatch:
         return pair_of(
             each
             for each in takewhile(lambda each: each is not first, self.window.gradients)
-            if each.micro == self.micro and call in each.uses.producers
+            if each.micro == self.micro and call in each.seen.producers
         )
 
     def _at_loss(self, first: Gradient, loss: Loss) -> Origin:
@@ -146,8 +165,8 @@ class _MicroBatch:
         return self._origin("backward", call.module, made, came, text)
 
     def _between(self, first: Gradient) -> Origin:
-        """The origin in code between modules."""
-        before = self._last_producer(first)
+        """The origin in code between modules, or in the loss that a model may compute itself."""
+        before = min(first.seen.producers, key=lambda call: len([*call.parents()]))
         if before.parent is not None:
             return self._in_backward(before.parent, first, before)
         made = first.range.values
@@ -157,15 +176,6 @@ class _MicroBatch:
             "is computed"
         )
         return Origin("backward", "", "loss", self.micro, made, None, text)
-
-    def _last_producer(self, first: Gradient) -> Call:
-        """The outermost module that ended before the code that made the gradient.
-
-        One that had got a gradient before, at another output (a model that returns its loss
-        beside the logits), holds that code itself.
-        """
-        *outer, last = sorted(first.uses.producers, key=lambda call: len([*call.parents()]))
-        return next((c for c in outer if self._gradient_at_output(c, first) is None), last)
 
     def parameter(self) -> Origin | None:
         """The origin in a parameter's gradient, of finite activations and gradients."""
@@ -180,46 +190,12 @@ class _MicroBatch:
         return None
 
     def _unseen(self) -> str:
-        return "" if self.window.forwards else " (no forward was seen: is the model compiled?)"
+        return "" if self.window.events else " (no forward was seen: is the model compiled?)"
 
     def _origin(
         self, where: str, module: WatchedModule, input_: Pair | None, output: Pair | None, text: str
     ) -> Origin:
         return Origin(where, module.name, module.cls, self.micro, input_, output, text)
-
-
-def _suspects(forward: Forward) -> Iterator[_Suspect]:
-    """In order of time: calls with finite inputs in which a non-finite value appeared."""
-    for is_over, call in forward.events:
-        bad_inputs = call.bad_inputs
-        if is_over:
-            if call.bad_outputs and not bad_inputs:
-                yield _Suspect(call, call.bad_outputs)
-        elif bad_inputs:
-            if call.parent is None:
-                yield _Suspect(call, bad_inputs, is_data=True)
-            elif not call.parent.bad_inputs:
-                yield _Suspect(call.parent, bad_inputs)  # its own code, or the module before: seen
-
-
-def _spreads(suspect: _Suspect) -> bool:
-    """Whether a non-finite value got out, instead of being masked or replaced on the way."""
-    call = suspect.call
-    outer = list(call.parents())
-    if not call.bad_outputs or suspect.is_data:
-        outer.insert(0, call)
-    if any(each.outputs and not each.bad_outputs for each in outer):
-        return False
-    made = {entry.range for entry in suspect.made}
-    takers = [
-        each
-        for is_over, each in call.forward.events
-        if is_over
-        and each is not call
-        and each not in outer
-        and any(entry.range in made for entry in each.inputs)
-    ]
-    return not takers or any(each.bad_outputs or not each.outputs for each in takers)
 
 
 def _innermost(calls: Iterable[Call]) -> list[Call]:

@@ -135,9 +135,7 @@ class Call:
 
     module: WatchedModule
     parent: Call | None
-    forward: Forward
-    is_first: bool = True
-    """False in the second run of activation checkpointing."""
+    micro: int
     inputs: list[Entry] = field(default_factory=list)
     outputs: list[Entry] = field(default_factory=list)
 
@@ -158,21 +156,11 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Forward:
-    """One forward of a model, from the outermost watched module."""
+class Seen:
+    """The facts about one version of a tensor, with the calls that made it and that took it."""
 
-    micro: int
-    events: list[tuple[bool, Call]] = field(default_factory=list)
-    """``(is over, call)``, in order of time: a module's forward began, or was over."""
-    has_hooks: bool = False
-    """Whether some tensor in it has a hook for its gradient."""
-    got_gradient: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Uses:
-    """The calls that made one tensor, and the calls that took it."""
-
+    version: int
+    range: Range | None
     producers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
     consumers: deque[Call] = field(default_factory=lambda: deque(maxlen=MAX_USES))
     loss: Loss | None = None
@@ -189,7 +177,7 @@ class Loss(NamedTuple):
 class Gradient(NamedTuple):
     micro: int
     range: Range
-    uses: Uses
+    seen: Seen
 
 
 class ParameterGradient(NamedTuple):
@@ -204,7 +192,8 @@ class WindowTrace:
 
     def __init__(self) -> None:
         self.backwards = 0
-        self.forwards: list[Forward] = []
+        self.events: deque[tuple[bool, Call]] = deque(maxlen=MAX_KEPT)
+        """``(is over, call)``, in order of time: a module's forward began, or was over."""
         self.losses: deque[Loss] = deque(maxlen=MAX_KEPT)
         self.gradients: deque[Gradient] = deque(maxlen=MAX_KEPT)
         self.parameter_gradients: deque[ParameterGradient] = deque(maxlen=MAX_KEPT)
@@ -215,27 +204,14 @@ class WindowTrace:
         """The micro-batch whose backward is running."""
         return max(self.backwards - 1, 0)
 
-    def open_forward(self) -> Forward:
-        """A new forward; forgets the oldest ones."""
-        while sum(len(each.events) for each in self.forwards) > MAX_KEPT:
-            del self.forwards[0]
-        self.forwards.append(Forward(self.backwards))
-        return self.forwards[-1]
-
-    def add_gradient(self, uses: Uses, range_: Range) -> None:
-        for forward in {call.forward for call in (*uses.producers, *uses.consumers)}:
-            if not forward.got_gradient:
-                forward.micro, forward.got_gradient = max(forward.micro, self.micro), True
-        self.gradients.append(Gradient(self.micro, range_, uses))
-
     def ranges(self) -> Iterator[Range]:
-        for forward in self.forwards:
-            for _, call in forward.events:
-                yield from (entry.range for entry in (*call.inputs, *call.outputs))
+        for _, call in self.events:
+            yield from (entry.range for entry in (*call.inputs, *call.outputs))
         for kind in (self.losses, self.gradients, self.parameter_gradients):
             yield from (each.range for each in kind)
 
     def micro_batches(self) -> list[int]:
         """The numbers of the micro-batches in which anything was seen."""
-        kinds = (self.forwards, self.losses, self.gradients, self.parameter_gradients)
-        return sorted({each.micro for kind in kinds for each in kind})
+        kinds = (self.losses, self.gradients, self.parameter_gradients)
+        seen = {each.micro for kind in kinds for each in kind}
+        return sorted(seen | {call.micro for _, call in self.events})

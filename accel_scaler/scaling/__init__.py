@@ -58,7 +58,6 @@ from .origin import Origin as Origin, Pair as Pair
 from .parameter_names import MAX_NAMES as MAX_NAMES, ParameterNames as ParameterNames
 from .ranks import is_worldwide as is_worldwide
 from .thread_windows import WAIT_LIMIT_S as WAIT_LIMIT_S
-from .update_rule import always as always
 from .window import (
     DeferredUnscale as DeferredUnscale,
     OptimizerRecord as OptimizerRecord,

@@ -35,7 +35,7 @@ from .parameter_names import ParameterNames
 from .ranks import Ranks
 from .skips import SkipStreak
 from .thread_windows import ThreadWindows
-from .update_rule import HostMirror, Rule, ScaleState, always
+from .update_rule import HostMirror, Rule, ScaleState
 from .window import OptimizerRecord, Snapshot, Window, stepped
 
 T = TypeVar("T")
@@ -528,15 +528,13 @@ class GradScaler(torch.amp.GradScaler):
                 self.window.opened_by = threading.get_ident()
             return self.window
 
-    def close_window(
-        self, found_inf: bool, is_spike: bool = False, has_room: Callable[[], bool] = always
-    ) -> None:
+    def close_window(self, found_inf: bool, is_spike: bool = False) -> None:
         """Update the scale at the end of the open window, before its optimizers step.
 
         Call it for each optimizer of the window. Each call starts from the state before the window,
         with all verdicts so far, so that a window updates the scale once. :meth:`unscale_` keeps
-        dividing by the window's own scale. A spike does not move the scale. ``has_room`` is asked
-        where growth is due. Synchronises only where gradients were unscaled by hand.
+        dividing by the window's own scale. A spike does not move the scale. Synchronises only where
+        gradients were unscaled by hand.
         """
         with self._lock:
             window = self.window
@@ -551,7 +549,7 @@ class GradScaler(torch.amp.GradScaler):
                 self.write_state(replace(before, spikes=before.spikes + 1))
             else:
                 rule = self.rule if self._enabled else Rule(1.0, 1.0, 1)  # to count skips
-                self.write_state(rule.advance(before, window.found_inf, has_room))
+                self.write_state(rule.advance(before, window.found_inf))
 
     def abandon_window(self) -> None:
         """Give up the open window, if any. Zero all gradients before the next :meth:`scale`."""

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
-
-
-def always() -> bool:
-    """``has_room`` of torch's rule: the scale grows whenever growth is due."""
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +41,8 @@ class Rule:
     max_scale: float | None = None
     hysteresis: int = 1
 
-    def advance(
-        self, state: ScaleState, found_inf: bool, has_room: Callable[[], bool] = always
-    ) -> ScaleState:
-        """The state after a window; ``found_inf``: its gradients overflowed. ``has_room`` is asked
-        where growth is due: with False the scale stays and the count starts again."""
+    def advance(self, state: ScaleState, found_inf: bool) -> ScaleState:
+        """The state after a window; ``found_inf``: its gradients overflowed."""
         if found_inf:
             skips = state.consecutive_skips + 1
             scale = state.scale
@@ -61,8 +52,6 @@ class Rule:
         tracker = state.growth_tracker + 1
         if tracker != self.growth_interval:
             return ScaleState(self.clamp(state.scale), tracker)
-        if not has_room():
-            return ScaleState(self.clamp(state.scale), 0)
         grown = _float32(state.scale * self.growth_factor)
         return ScaleState(self.clamp(grown if math.isfinite(grown) else state.scale), 0)
 

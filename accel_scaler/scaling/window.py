@@ -236,8 +236,6 @@ class Window:
         self.versions: dict[int, int | None] = {}
         """``first_version`` after the last backward, by the ``id`` of each optimizer."""
         self.grad_norms = GradNorms()
-        self.clipped_values = False
-        """Single elements of gradients were clipped, so that their sizes before are not known."""
         self.before: ScaleState | None = None
         """The scaler's state before the boundary updated it; None until then."""
         self.found_inf = False

@@ -172,7 +172,6 @@ class Attached(Raw):
             skip_nonfinite=self.setup.guards,
             skip_norm_above=self.setup.limit,
             on_overflow="retry" if self.setup.retry else "skip",
-            growth_headroom=False,
             **self.settings,
             **(self.scale_rule if self.setup.scaled else {}),
         )

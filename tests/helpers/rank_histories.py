@@ -63,7 +63,6 @@ def draw(r: random.Random) -> History:
         early=r.random() < 0.3,
         limit=r.choice([None, None, LIMIT, f"{TIMES:g}x"]),
         retry=r.random() < 0.5,
-        headroom=r.random() < 0.4,
         heal=r.random() < 0.2,
         find=r.choice(["auto", "auto", "replay", "always", "off"]),
         unlike=r.random() < 0.1,
@@ -101,10 +100,10 @@ def possible(setup: Setup, windows: Sequence[Window]) -> History:
         setup = replace(setup, mode="sync")
     if setup.limit and setup.clip == "all" and setup.alone == "apart":
         setup = replace(setup, clip="each")  # the norm of all is not the norm of each
-    # A window that overflows by its scale is not made again here, or the next growth waits for it.
-    is_kept = setup.retry and bool(setup.headroom or setup.alone or setup.group == "join")
+    # A window that overflows by its scale is not made again here.
+    is_kept = setup.retry and bool(setup.alone or setup.group == "join")
     if is_kept:
-        setup = replace(setup, scale=4.0 if setup.headroom else 1024.0)
+        setup = replace(setup, scale=1024.0)
     found, many = [], len(windows) - setup.after
     for number, window in enumerate(windows):
         bad, raises = window.bad, window.raises

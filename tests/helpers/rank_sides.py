@@ -56,7 +56,7 @@ class Setup(Short):
         clip: ``all`` at once, the ``model``'s parameters, ``each`` optimizer's, each ``value``.
         early: it clips after each micro-batch.
         limit: ``skip_norm_above``.
-        unlike: rank 1 has no setting of ``retry``, ``headroom``, ``heal`` and ``find``.
+        unlike: rank 1 has no setting of ``retry``, ``heal`` and ``find``.
         telemetry: the ranks that write a file.
     """
 
@@ -75,7 +75,6 @@ class Setup(Short):
     early: bool = False
     limit: float | str | None = None
     retry: bool = False
-    headroom: bool = False
     heal: bool = False
     find: str = "auto"
     unlike: bool = False
@@ -247,7 +246,6 @@ class Ours(Side):
         if not (setup.unlike and self.rank == 1):
             given |= {"find_overflow": setup.find, "heal": setup.heal}
             given |= {"on_overflow": "retry"} if setup.retry else {}
-            given |= {"growth_headroom": setup.headroom} if setup.scaled else {}
         self.accelerator, self.local = attach(accelerator, **given), None
         if setup.wrap == "fsdp2":
             parts = self.net.first, self.net.second

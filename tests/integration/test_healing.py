@@ -99,42 +99,26 @@ def train(
 @EACH_MODE
 @pytest.mark.parametrize("half", [False, True])
 def test_a_healed_run_equals_one_with_the_module_in_float32(mode: str, half: bool) -> None:
-    """Bit for bit the run with the line in its config, from the first window on: none is lost."""
+    """Bit for bit the run with the line in its config that leaves out the window that was lost."""
     given = {"growth_interval": 99, "step_mode": mode}
     healed, records = train(Net(half=half), heal=True, **given)
-    assert [r.skipped for r in records] == [False] * 8
+    assert [r.skipped for r in records] == [True] + [False] * 7
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
     assert {r.scale for r in records} == {256.0}
-    named, _ = train(Net(half=half), 8, 0, fp32_modules=["sick"], **given)
-    assert_same(healed, named)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_running_statistics_of_a_healed_window_are_those_of_one_forward(accumulation: int) -> None:
-    """Before the module, where they were finite, and after it."""
-
-    def run(**settings: Any) -> Any:
-        net = Net()
-        net.before.append(nn.BatchNorm1d(8))
-        net.after.insert(0, nn.BatchNorm1d(8))
-        return train(net, 4, accumulation=accumulation, growth_interval=99, **settings)
-
-    healed, records = run(heal=True)
-    assert [r.healed for r in records] == [("sick",)] + [()] * 3
-    named, _ = run(fp32_modules=["sick"])
+    named, _ = train(Net(half=half), 8, 1, fp32_modules=["sick"], **given)
     assert_same(healed, named)
 
 
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> None:
-    """First the module is put on float32, then the scale is lowered: by the same window, or with
+    """First the module is put on float32, then the scale is lowered: by the next window, or with
     skips."""
     given: dict[str, Any] = {"on_overflow": "retry"} if retry else {}
     healed, records = train(Net(), 12, heal=True, init_scale=2.0**24, growth_interval=99, **given)
     assert [r.healed for r in records] == [("sick",)] + [()] * 11
     skips = sum(r.skipped for r in records)
-    assert records[0].next_scale == (records[-1].scale if retry else 2.0**23)
-    assert (skips == 0) == retry
+    assert records[0].next_scale == 2.0**24
+    assert (skips == 1) == retry
     named, _ = train(
         Net(), 12, skips, fp32_modules=["sick"], init_scale=records[-1].scale, growth_interval=99
     )
@@ -143,10 +127,10 @@ def test_a_module_and_a_scale_that_is_too_high_in_one_window(retry: bool) -> Non
 
 def test_a_backward_is_healed_when_scale_1_is_too_much_three_times_in_a_row() -> None:
     healed, records = train(Net(Steep), heal=True)
-    assert [r.skipped for r in records] == [True] * 2 + [False] * 6
+    assert [r.skipped for r in records] == [True] * 3 + [False] * 5
     assert [r.healed for r in records] == [(), (), ("sick",)] + [()] * 5
-    assert [r.scale for r in records[:4]] == [256.0, 128.0, 256.0, 256.0]
-    named, _ = train(Net(Steep), 8, 2, fp32_modules=["sick"])
+    assert [r.scale for r in records[:4]] == [256.0, 128.0, 64.0, 64.0]
+    named, _ = train(Net(Steep), 8, 3, fp32_modules=["sick"])
     assert_same(healed["weights"], named["weights"])
 
 
@@ -186,7 +170,7 @@ def test_the_smallest_module_that_helps(sick: Any) -> None:
         net.sick.append(nn.LayerNorm(8))
     _, records = train(net, heal=True)
     assert records[0].healed == (("sick",) if sick is Apart else ("sick.0",))
-    assert not any(r.skipped for r in records)
+    assert [r.skipped for r in records] == [True] + [False] * 7
 
 
 def half_of_it() -> Net:
@@ -209,7 +193,7 @@ def beyond_float16() -> Net:
     [
         (lambda: Net(Own), "no module in float32 cures it"),
         (half_of_it, "50%"),
-        (beyond_float16, "sick.weight hold inf or NaN themselves"),
+        (beyond_float16, "If weights are inf or NaN"),
     ],
 )
 def test_nothing_is_healed_where_nothing_helps_or_it_would_be_too_much(
@@ -271,7 +255,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_keeps_them(tmp_path: Path) -> None
     whole, _ = go(Net(), False, 9, heal=True)
     torch.manual_seed(1)
     _, skips = go(Net(), False, 5, heal=True)
-    assert skips == 0
+    assert skips == 1
     other = Net()
     rest, skips = go(other, True, 4)
     assert skips == 0
@@ -295,7 +279,7 @@ def test_a_compiled_model(regional: bool) -> None:
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     healed, records = train(plain(), heal=True, dynamo_plugin=plugin)
     assert [r.healed for r in records] == [("sick",)] + [()] * 7
-    named, _ = train(plain(), 8, 0, fp32_modules=["sick"], dynamo_plugin=plugin)
+    named, _ = train(plain(), 8, 1, fp32_modules=["sick"], dynamo_plugin=plugin)
     assert_same(healed["weights"], named["weights"])
 
 

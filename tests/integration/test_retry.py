@@ -179,123 +179,34 @@ class Critic(Generator):
         self.layers.append(nn.Linear(8, 1))
 
 
-def play_gan(
-    scale: float, zeroed: str = "once", extra: float = 0.0, hooks: bool = False, **settings: Any
-) -> tuple[Any, list[Any]]:
-    """``extra``: the share of a loss that the script makes of the generator's output. ``hooks``: it
-    halves the gradient of that."""
+@pytest.mark.parametrize("zeroed", ["once", "twice"])
+@EACH_MODE
+def test_of_a_gan_the_critics_step_is_made_again_and_the_generators_is_a_skip(
+    mode: str, zeroed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The critic's forward takes what comes with the generator's graph."""
     torch.manual_seed(3)
     nets = Generator(), Critic()
-    given: dict[str, Any] = {"init_scale": scale, "growth_interval": 1000} | settings
-    with attached(None, **given) as accelerator:
+    given: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 1000, "step_mode": mode}
+    with attached(None, on_overflow="retry", **given) as accelerator:
         optimizers = [sgd(net.parameters(), lr=1e-3) for net in nets]
         (g, d), (opt_g, opt_d) = accelerator.prepare(*nets), accelerator.prepare(*optimizers)
-        losses: list[float] = []
-        for number in range(5):
+        for number in range(2):
             real, z = rows(number)[0], rows(number + 50)[0]
             fake = g(z)
-            if hooks:
-                fake.register_hook(lambda grad: grad / 2)
             opt_d.zero_grad()
-            loss = 30 * ((d(real) - 1).square() + d(fake.detach()).square()).mean()
-            accelerator.backward(loss)
+            accelerator.backward(((d(real) - 1).square() + d(fake.detach()).square()).mean())
             opt_d.step()
             if zeroed == "twice":
                 opt_d.zero_grad()
             opt_g.zero_grad()
-            loss_g = 3000 * (d(fake) - 1).square().mean()
-            if extra:
-                loss_g = loss_g + extra * (fake - real).abs().mean()
-            accelerator.backward(loss_g)
+            accelerator.backward(3e5 * (1 - number) * (d(fake) - 1).square().mean())
             accelerator.clip_grad_norm_(nets[0].parameters(), 1.0)
             opt_g.step()
-            losses += [loss.item(), loss_g.item()]
-        end = {
-            "weights": [copy.deepcopy(net.state_dict()) for net in nets],
-            "state": [copy.deepcopy(each.state_dict()["state"]) for each in (opt_g, opt_d)],
-            "losses": losses,
-        }
-        return end, list(accelerator.scaler_history.records)
-
-
-@pytest.mark.parametrize("zeroed", ["once", "twice"])
-@EACH_MODE
-def test_a_gan(mode: str, zeroed: str) -> None:
-    """Also where the overflow is in the critic's backward, on its way to the generator."""
-    high, records = play_gan(2.0**16, zeroed, on_overflow="retry", step_mode=mode)
-    low, plain = play_gan(records[-1].scale, zeroed, step_mode=mode)
-    assert not any(r.skipped for r in (*records, *plain))
-    assert sum(r.scale < 2.0**16 for r in records) >= 2
-    assert_same(high, low)
-
-
-@pytest.mark.parametrize("given", [{"extra": 1.0}, {"hooks": True}])
-def test_what_the_script_does_to_the_gradient_between_two_models_is_not_left_out(
-    given: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is not known where the critic's gradient has overflowed."""
-    _, records = play_gan(2.0**16, on_overflow="retry", **given)
-    assert any(r.skipped for r in records)
-    assert caplog.text.count("the gradient of an output was not finite") == 1
-
-
-class Shifted(nn.Module):
-    """The gradient of ``w`` is ``x`` times the gradient of the output, in float16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
-        return (self.w.half() * x.half()).float() - shift
-
-
-def chain(
-    scale: float, count: int, before: Any = None, after: Any = None, **settings: Any
-) -> tuple[Any, list[Any]]:
-    """One forward takes the output of another, of one model or of two (``count``). The script does
-    something to this output ``before`` the second forward, or ``after`` it. The first forward alone
-    overflows in the backward: from 2**12 on."""
-    with attached(None, init_scale=scale, growth_interval=1000, **settings) as accelerator:
-        nets = [Shifted() for _ in range(count)]
-        models = [accelerator.prepare(net) for net in nets]
-        optimizer = accelerator.prepare(sgd([net.w for net in nets], lr=2.0**-8))
-        for _ in range(3):
-            middle = models[0](torch.full((4,), 1024.0), 1023.0)
-            if before is not None:
-                before(middle)
-            loss = models[-1](middle).sum() / 64
-            if after is not None:
-                after(middle)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [net.w.detach().clone() for net in nets], list(accelerator.scaler_history.records)
-
-
-@torch.no_grad()
-def halve_some(middle: Tensor) -> None:
-    """But for the last element, which a second run compares."""
-    middle[:2].mul_(0.5)
-
-
-def hook(middle: Tensor) -> None:
-    middle.register_hook(lambda grad: grad / 2)  # type: ignore[no-untyped-call]
-
-
-def look(middle: Tensor) -> None:
-    middle.retain_grad()
-    middle.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("given", [{"before": halve_some}, {"before": hook}, {"after": look}])
-def test_what_the_script_does_between_two_forwards_is_done_again(given: Any, count: int) -> None:
-    high, records = chain(2.0**16, count, on_overflow="retry", **given)
-    low, plain = chain(records[-1].scale, count, **given)
-    assert not any(r.skipped for r in (*records, *plain))
-    assert records[0].retries >= 4
-    assert_same(high, low)
+        records = list(accelerator.scaler_history.records)
+    assert [r.skipped for r in records] == [False, True, False, False]
+    assert records[0].retries
+    assert caplog.text.count("made again: an input of a forward came with a graph") == 1
 
 
 class Sized(nn.Module):
@@ -313,17 +224,16 @@ class Sized(nn.Module):
     ("settings", "scales", "retries"),
     [
         # 6 * 2**13 is below 65504, 6 * 2**14 is not.
-        ({}, [13] * 8, [3, 0, 0, 0, 0, 0, 0, 0]),
-        ({"growth_headroom": False}, [13] * 8, [3, 0, 1, 0, 1, 0, 1, 0]),
+        ({}, [13] * 8, [3, 0, 1, 0, 1, 0, 1, 0]),
         ({"on_overflow": "skip"}, [16, 15, 14, 13, 13, 14, 13, 13], [0] * 8),
     ],
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_scale_grows_where_there_is_room(
+def test_the_scale_grows_as_torchs(
     settings: dict[str, Any], scales: list[int], retries: list[int], count: int
 ) -> None:
-    """With ``skip`` as torch's: there is a skip, at 14, every other interval. ``count``: of
-    optimizers in each window, one of which overflows."""
+    """With ``skip`` there is a skip, at 14, every other interval, where ``retry`` runs again.
+    ``count``: of optimizers in each window, one of which overflows."""
     given = {"on_overflow": "retry", "growth_interval": 2, "init_scale": 2.0**16} | settings
     with attached(None, **given) as accelerator:
         models = [accelerator.prepare(Sized()) for _ in range(count)]
@@ -365,7 +275,7 @@ class Loose(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spare = nn.Linear(1, 1)
+        self.spare, self.prompt = nn.Linear(1, 1), nn.Parameter(torch.ones(4, 8))
 
 
 def loosely(use: str) -> Backwards:
@@ -373,7 +283,7 @@ def loosely(use: str) -> Backwards:
         x, y = rows(number)
         kept: list[Tensor] = []
         handle = model.first.register_forward_hook(lambda _, args, out: kept.append(out))
-        out = model(x)
+        out = model(model.prompt if use == "prompt" else x)
         handle.remove()
         if use == "checkpoint":
             out = checkpoint(model.spare, out, use_reentrant=True)
@@ -393,10 +303,6 @@ def loosely(use: str) -> Backwards:
             model.eval()
         if use == "freezing":
             model.first.requires_grad_(False)
-        if use == "grad.data":
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.data.mul_(2)
         return [loss.item()]
 
     return backwards
@@ -410,7 +316,7 @@ def loosely(use: str) -> Backwards:
         ("gradient penalty", "or in a gradient penalty"),
         ("by hand", "made again: no forward of a prepared model, with accelerator.backward()"),
         ("checkpoint", "that no recorded forward gives"),
-        ("grad.data", "it was changed"),
+        ("prompt", "made again: an input of a forward came with a graph, or was a parameter"),
         ("evaluation", "another output"),
         ("freezing", "its parameters were changed"),
     ],
@@ -421,9 +327,7 @@ def test_gradients_that_would_be_others_are_not_made(
     """They came from elsewhere too, or the forward is another one by now: the window is skipped."""
     model = Loose()
     before = copy.deepcopy(model.state_dict())
-    # Changes are seen in gradients that were finite, of which 2**16 leaves none.
-    given = {"on_overflow": "retry", "init_scale": 2.0 ** (12 if use == "grad.data" else 16)}
-    with attached(None, **given) as accelerator:
+    with attached(None, on_overflow="retry", init_scale=2.0**16) as accelerator:
         model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
         loosely(use)(accelerator, model, 0)
         optimizer.step()
@@ -607,22 +511,6 @@ def test_a_second_run_that_fails_skips_every_optimizer_of_it() -> None:
             assert optimizer.step_was_skipped
         assert accelerator.scaler.get_scale() == 2.0**14
     assert all(net.w.tolist() == [1.0] * 4 for net in nets)
-
-
-def test_bits_that_float16_loses_at_a_low_scale_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """The one gradient is beyond float16 at a scale of 1, too; the other is 71 * 2**-24 at a scale
-    of 2, and rounded to 36 * 2**-24 at 1."""
-    with attached(None, on_overflow="retry", init_scale=2.0, find_overflow="off") as accelerator:
-        nets = Plain(), Plain()
-        models = accelerator.prepare(*nets)
-        optimizer = accelerator.prepare(sgd([net.w for net in nets]))
-        large, small = (torch.full((4,), x) for x in (2.0**15, 71 * 2.0**-25))
-        accelerator.backward(2 * models[0](large) + models[0](large) + models[1](small))
-        accelerator.clip_grad_norm_([net.w for net in nets], 1.0)
-        optimizer.step()
-        assert optimizer.step_was_skipped
-    assert "float16 has lost bits at this scale" in caplog.text
-    assert "hook" not in caplog.text
 
 
 def test_an_earlier_clip_is_not_lost_where_gradients_are_made_again() -> None:

@@ -61,7 +61,6 @@ VALUES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
         (True, False, 1, "", "true", "false", None, "ALWAYS"),
     ),
     "on_overflow": (("skip", "retry"), (True, False, 1, "", "RETRY", None)),
-    "growth_headroom": ((True, False), NO_SWITCH),
     "heal": ((True, False), NO_SWITCH),
     "log_values": ((True, False), NO_SWITCH),
     "fp32_modules": (
@@ -250,6 +249,7 @@ def test_errors_are_also_what_torch_raises(
 GONE: dict[str, tuple[Any, str]] = {
     "delay_warmup_steps": (8, "drop it"),
     "delay_compensation": ("preview", "drop it"),
+    "growth_headroom": (False, "drop it"),
     "fold_unscale": (True, "drop it"),
     "optimizer_threads": (2, "drop it"),
     "mode": ("sync", "write step_mode"),

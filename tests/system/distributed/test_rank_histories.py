@@ -49,13 +49,13 @@ ONE = Window("inf", on=(1,))
 OWN = Window("alone", on=(1,))
 JOIN = Setup(group="join", missing=(3, 0))
 HEAD = Setup(alone="apart")
-LOCAL = Setup(group="local", retry=True, headroom=True)
+LOCAL = Setup(group="local", retry=True)
 TENSOR = Setup(wrap="tensor", micro=2)
 SHARDS = Setup(wrap="fsdp2")
 SHOWN: dict[str, tuple[Setup, list[Window]]] = {
     "an overflow where the other one is out of inputs": (JOIN, [GOOD, GOOD, ONE, GOOD]),
     "growth where the other one is out of inputs": (
-        replace(JOIN, retry=True, headroom=True),
+        replace(JOIN, retry=True),
         [GOOD, GOOD, GOOD, GOOD],
     ),
     "an overflow of a rank's head": (HEAD, [GOOD, OWN, GOOD]),

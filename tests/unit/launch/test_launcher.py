@@ -79,7 +79,7 @@ EVERY = ScalerConfig(
     offload="cpu", offload_budget="6GiB", master_weights="fp32",
     telemetry="a b.jsonl", log_values=False,
     find_overflow="replay",
-    sharded=True, heal=True, on_overflow="retry", growth_headroom=False,
+    sharded=True, heal=True, on_overflow="retry",
     fp32_modules=("*.wo", "h.[01].mlp"),
 )  # fmt: skip
 
@@ -186,14 +186,14 @@ def test_a_dry_run_without_a_scale_leaves_out_its_settings(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["--dry_run", "--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16"]
-    assert main([*argv, "--min_scale", "4", "--no_growth_headroom", "train.py"]) == 0
+    assert main([*argv, "--min_scale", "4", "--no_enabled", "train.py"]) == 0
     table = capsys.readouterr().out.split("\n\n")[0].splitlines()
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in table}
     assert rows["mixed_precision"] == "bf16 Accelerate"
     assert rows["num_processes"] == "2 Accelerate"
     assert rows["min_scale"] == "4 command line; refused without fp16"
-    assert rows["growth_headroom"] == "false command line; fp16 only"
-    assert {"init_scale", "enabled", "heal"}.isdisjoint(rows)
+    assert rows["enabled"] == "false command line; fp16 only"
+    assert {"init_scale", "heal"}.isdisjoint(rows)
     assert {"offload", "skip_nonfinite", "fp32_modules"} <= rows.keys()
 
 

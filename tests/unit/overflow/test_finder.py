@@ -148,8 +148,6 @@ FORWARD = [
          lambda: Seq(nn.Identity(), overflowing(nn.Linear(4, 4, bias=False), 4e4))),
     case("the model itself", "forward - Linear", "forward of Linear, micro-batch 0: ",
          lambda: overflowing(linear())),
-    case("the first was replaced on its way", "forward 2 Linear", "",
-         lambda: Seq(overflowing(linear()), Apply(torch.nan_to_num), overflowing(linear()))),
     case("the fifth call of a shared module", "forward 0 Linear", "input in [6.4e+04, 6.4e+04], ",
          lambda: Seq(*[overflowing(nn.Linear(4, 4, bias=False), 10.0)] * 6)),
     case("code between modules", "forward 1 Code", "output reached inf",
@@ -182,8 +180,8 @@ BACKWARD = [
          lambda: Seq(linear(), heads(torch.tanh, root), linear())),
     case("the loss's own", "backward - loss", "gradient of the output of Linear contains NaN",
          linear, loss_of=lambda out: root(out.float()).sum()),
-    case("code after the last layer of a model that returns its loss", "backward - Code",
-         "after parts.0 (Linear): gradient of its output in [1024, 1024]",
+    case("code after the last layer of a model that returns its loss", "backward - loss",
+         "gradient of the output of Code contains NaN",
          lambda: Code(lambda x, a: {"loss": root((y := a(x)).float()).sum(), "y": y}, linear()),
          loss_of=lambda out: out["loss"]),
     case("a weight alone", "parameter 1 Linear", "parameter weight of 1 (Linear), micro-batch 0: r",
@@ -222,6 +220,17 @@ def test_the_micro_batch_is_counted_in_its_window(at: int) -> None:
     found = origin(finder)
     assert (found.where, found.module, found.micro_batch) == ("backward", "1", at)
     assert found.output == (0.0, 0.0)  # in the other micro-batches it was not
+
+
+def test_a_forward_whose_backward_comes_after_another_one() -> None:
+    net = Seq(nn.Identity(), overflowing(linear(), 4.0))
+    finder = watching(net)
+    with torch.autocast("cpu", torch.float16):
+        losses = [squares(net(torch.full((1, 4), size))) for size in (1.0, 6e4)]
+    for loss in losses:
+        finder.before_backward(loss)
+        loss.backward()
+    assert (origin(finder).where, origin(finder).module) == ("forward", "1")
 
 
 def test_an_evaluation_and_a_forward_without_backward_are_not_named() -> None:

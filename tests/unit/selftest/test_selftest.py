@@ -19,7 +19,7 @@ from accel_scaler import UnsupportedError, cli
 from accel_scaler.optimizer_step.clipping import Clipping
 from accel_scaler.optimizer_step.masters import ParameterPair
 from accel_scaler.optimizer_step.replica import Replica
-from accel_scaler.overflow.making import GradientMaker
+from accel_scaler.overflow.retry import Retry
 from accel_scaler.scaling.update_rule import Rule
 from accel_scaler.selftest import rows
 from accel_scaler.selftest.training import joined
@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "sync is torch's": (Clipping, "clip_norm", loosely),
     "overlap is torch's": (Replica, "step_part", twice),
     "float16 weights": (ParameterPair, "publish", lambda _: lambda *args: None),
-    "retry loses no batch": (GradientMaker, "make_again", lambda _: lambda *args: False),
+    "retry loses no batch": (Retry, "make_again", lambda _: lambda *args: False),
 }
 """A fault of the package for each row: an attribute, and what takes its place."""
 OTHERS = [

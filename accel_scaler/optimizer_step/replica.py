@@ -21,15 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ..scaling import (
-    LOW_PRECISION,
-    DeferredUnscale,
-    SentCheck,
-    local,
-    match_layout,
-    nothing_found,
-    parameters_of,
-)
+from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
 from .arena import Held
 from .blocks import Run, Scratch, neighbours, rule_of
 from .masters import (
@@ -53,10 +45,6 @@ SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
 _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
-
-
-Calls = list[tuple[int, Run, list[Tensor | None]]]
-"""Groups, runs to be stepped, and their gradients."""
 
 
 class Part:
@@ -116,8 +104,6 @@ class Replica:
         belongs to no pair."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Per group, when the state was last shared: (has a kernel, keys of state)."""
-        self._launched: Calls = []
-        """What :meth:`launch` has called last."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
@@ -247,7 +233,7 @@ class Replica:
         for pair in self.pairs if len(made) > len(self._stepped) else ():
             if pair.param not in state and (entry := made.get(pair.stepped)):
                 state[pair.param] = entry
-        self._launched, self.copy.state = [], defaultdict(dict)
+        self.copy.state = defaultdict(dict)
 
     def _lay_out(self, state: dict[Any, Any]) -> None:
         """Let pairs step the optimizer's ``state`` as it is now."""
@@ -337,56 +323,18 @@ class Replica:
     ) -> None:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
-        calls = self._calls_of(part, grads)
+        runs = self._runs_of(part)
+        calls = [(number, run, [grads[i] for i in places]) for number, places, run in runs]
         if calls and all(run.takes(mine) for _, run, mine in calls):
-            self._call_runs(calls, deferred, publishes=True)
+            for number, run, mine in calls:
+                group, whole = self.copy.param_groups[number], not deferred
+                whole = whole and run.takes(mine, whole=True)
+                run.step(type(self.optimizer), group, mine, deferred, publishes=True, whole=whole)
             return
         params, final = [p.stepped for p in part.pairs], self.bring(part.pairs, grads, deferred)
         self.step_these(params, final, part.groups, self.copy.state)
         for pair in part.pairs:
             pair.publish()
-
-    def _calls_of(self, part: Part, grads: Sequence[Tensor | None]) -> Calls:
-        runs = self._runs_of(part)
-        return [(number, run, [grads[i] for i in places]) for number, places, run in runs]
-
-    def _call_runs(
-        self,
-        calls: Calls,
-        deferred: DeferredUnscale,
-        publishes: bool = False,
-        sent: SentCheck | None = None,
-    ) -> None:
-        for number, run, mine in calls:
-            kind, group = type(self.optimizer), self.copy.param_groups[number]
-            whole = not deferred and run.takes(mine, whole=True)
-            run.step(kind, group, mine, deferred, publishes=publishes, whole=whole, sent=sent)
-
-    def can_launch(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> bool:
-        """Whether :meth:`launch` may be called after :meth:`prepare`: kernels do all of the step,
-        and nothing is multiplied in place, which a second try would do again."""
-        parts = [(part, grads[part.start : part.end]) for part in self.parts]
-        self._launched = [call for part, mine in parts for call in self._calls_of(part, mine)]
-        in_place = deferred and not all(g is None or g.dtype in LOW_PRECISION for g in grads)
-        return (
-            all(self._runs_of(part) for part in self.parts)
-            and all(run.takes(mine) for _, run, mine in self._launched)
-            and not (in_place or self.is_doubtful or self.is_sharded)
-            and self._spot_check.can_send
-        )
-
-    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> SentCheck:
-        """Enqueue the update of all parts with the gradients of :meth:`can_launch`. It moves
-        nothing where the returned check fails: where ``sent`` does, or a parameter was edited
-        unseen. Does not synchronise."""
-        both = self._spot_check.send(sent)
-        self._call_runs(self._launched, deferred, sent=both)
-        return both
-
-    def publish_launched(self) -> None:
-        """Write masters' new values to the model, after a :meth:`launch` that has moved them."""
-        for _, run, grads in self._launched:
-            run.publish(grads)
 
     def bring(
         self,

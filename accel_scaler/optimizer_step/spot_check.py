@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..scaling import SentCheck, send_flag
 from .arena import flat, is_dense
 from .masters import ParameterPair
 
@@ -58,20 +57,6 @@ class SpotCheck:
         ]
         self._edited.update(id(pair.param) for pair in edited)
         return edited
-
-    @property
-    def can_send(self) -> bool:
-        """Whether samples tell of all edits."""
-        return not self._edited
-
-    @torch.no_grad()
-    def send(self, sent: SentCheck) -> SentCheck:
-        """``sent``, or a check that also fails where a parameter is not its rounded master. Does
-        not synchronise."""
-        if not self._samples:
-            return sent
-        unlike = [torch.ne(*samples.both()).any().float() for samples in self._samples]
-        return send_flag(torch.stack([sent.found_inf, *unlike]).amax())
 
     @torch.no_grad()
     def note(self, pairs: Iterable[ParameterPair] | None = None) -> None:

@@ -162,10 +162,10 @@ class AsyncStepper(ReplicaStepper):
         if self.mode == "overlap" and not can_hold_parameters(self.replica.params):
             self._step_inside("some of its parameters are DTensors, or of another subclass")
 
-    def follow_unseen_edits(self) -> None:
+    def take_edits(self) -> None:
         with self.lock:
             if self._inflight is None:
-                super().follow_unseen_edits()
+                super().take_edits()
 
     def submit(
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None

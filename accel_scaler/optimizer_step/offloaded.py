@@ -111,7 +111,7 @@ class OffloadedReplica(Replica):
         super().let_go()
 
     def follow(self) -> None:
-        self.take_edits()  # while samples are of the memory where the parameters were
+        self.find_edits()  # while samples are of the memory where the parameters were
         self.rest()
         super().follow()
         own = [pair for pair in self.pairs if pair.is_offloaded]
@@ -269,6 +269,7 @@ class OffloadedReplica(Replica):
                 self._looks.before_step()
                 self._prepare_ring(self.ring, grads)
         except BaseException:
+            self.is_doubtful = self.takes_edits
             self.give_back_state()
             raise
 
@@ -281,6 +282,10 @@ class OffloadedReplica(Replica):
             and self._find_keys(stretch)
         ]
         wanted = set(steps)
+        for pair in {pair for each in self.stretches if each not in wanted for pair in each.pairs}:
+            if self.takes_edits and pair.is_master:
+                ring.settle()
+                pair.refresh()
         for each, slot in list(ring.loaded.items()):
             is_current = each.came_up_at == each.versions and each.keys == [*slot.views]
             if not is_current or each not in wanted:
@@ -331,14 +336,14 @@ class OffloadedReplica(Replica):
             while self._queue and ring.free:
                 ring.load(self._queue.popleft())
             views = ring.begin(part)
+        if self.takes_edits and MASTER in views:  # here, not on the host's cores
+            for pair in part.pairs:
+                take_edits(part.view(views[MASTER], pair), part.cut(pair.target))
         final = self.bring(pairs, [part.cut_gradient(*each) for each in found], deferred)
         params = [
             nn.Parameter(part.view(views[MASTER], p) if p.is_master else part.cut(p.target))
             for p in pairs
         ]
-        for pair, p in zip(pairs, params, strict=True):
-            if pair.is_master and id(pair.param) in self._edited:  # here, not on the host's cores
-                take_edits(p, part.cut(pair.target))
         given = [self._state_in(part, pair, views) for pair in pairs]
         filled = zip(params, given, strict=True)
         state = defaultdict(dict, {p: dict(entry) for p, entry in filled if entry})

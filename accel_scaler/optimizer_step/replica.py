@@ -70,8 +70,6 @@ class Replica:
         self.lock = threading.RLock()
         """Held for an update. Another thread that saves holds it, too."""
         refuse_unsteppable(optimizer, masters)
-        self._edited: set[int] = set()
-        """``id`` of parameters that were edited where no version counts."""
         self._ranks: dict[int, int] = {}
         """The order of the parts, by the ``id`` of parameters."""
         self.saved: set[int] = set()
@@ -90,11 +88,12 @@ class Replica:
         """``id(parameter)`` -> how many parts must be done for it."""
         self.has_masters = self.is_sharded = False
         self.copy: Any = None
-        self.is_doubtful = False
-        """Masters were loaded, and the model perhaps not yet, or a step has failed: until the next
-        step all of it is compared."""
+        self.is_doubtful = self.takes_edits = False
+        """Parameters may be other than their rounded masters: they were edited, masters were loaded
+        and the model perhaps not yet, or a step has failed. So the next step, or this one, compares
+        all."""
         self._scratch = Scratch()
-        self._spot_check = SpotCheck((), set())
+        self._spot_check = SpotCheck(())
         self._layout: object = None
         """What :meth:`_layout_of` said at the last :meth:`follow`."""
         self._shared: Held | None = None
@@ -146,7 +145,7 @@ class Replica:
         self._layout, self.saved = self._layout_of(parameters_of(self.optimizer)), set()
         self._make_copy()
         self._split()
-        self._spot_check = SpotCheck(self.pairs, self._edited)
+        self._spot_check = SpotCheck(self.pairs)
         self._shared = None
 
     def order_by(self, params: Iterable[Tensor]) -> None:
@@ -280,29 +279,34 @@ class Replica:
         self._shared, self.is_doubtful = None, True
         self.give_back_state()
 
-    def take_edits(self) -> list[Tensor]:
-        """Before a step, while the model has the masters' values: copy to the masters all edits
-        that no version counts (``p.data``). Returns the edited parameters, unless any may be.
+    def find_edits(self) -> list[Tensor]:
+        """While the model has the masters' values, look for edits that no version counts
+        (``p.data``). Returns the parameters that have some, unless all are to be compared.
 
         Reads samples of all masters and parameters. Synchronises with the device.
         """
         with self.lock:
-            if self.is_doubtful:
-                self.refresh(self.pairs)
-                return []
-            edited = self._spot_check.find()
-            self.refresh(edited)
-            return [pair.param for pair in edited]
+            found = [] if self.is_doubtful else self._spot_check.find()
+            self.is_doubtful = self.is_doubtful or self._spot_check.may_miss
+            return [pair.param for pair in found]
 
-    def refresh(self, pairs: Sequence[ParameterPair]) -> None:
-        """Let the masters of edited parameters take their values."""
-        if not pairs:  # nearly always
-            return
-        with self.lock:
-            self.rest()
-            for pair in pairs:
+    def begin_update(self) -> None:
+        """On the thread that steps: if some may be edited, let masters take the values of
+        parameters; those in host memory do while they are stepped."""
+        self.takes_edits, self.is_doubtful = self.is_doubtful, False
+        for pair in self.pairs if self.takes_edits else ():
+            if not pair.is_offloaded:
                 pair.refresh()
-            self._spot_check.note(pairs)
+
+    def take_edits(self) -> None:
+        """If some may be edited, let masters take the values of parameters, where they rest."""
+        with self.lock:
+            if self.is_doubtful:
+                self.rest()
+                for pair in self.pairs:
+                    pair.refresh()
+                self._spot_check.note()
+                self.is_doubtful = False
 
     # What only state in host memory needs.
 

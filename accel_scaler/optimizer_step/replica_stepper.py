@@ -146,24 +146,22 @@ class ReplicaStepper(Stepper):
     def _follow_edits(self) -> None:
         known = self._versions
         self._note_versions()
-        if known == self._versions:
-            return
-        versions = zip(self.replica.pairs, self._versions, known, strict=False)
-        self.replica.refresh([pair for pair, now, before in versions if now != before])
+        if known != self._versions:
+            self.replica.is_doubtful = True
 
-    def follow_unseen_edits(self) -> None:
-        """Copy edits made through ``.data`` to the masters, as a step does, before these are
-        read."""
+    def take_edits(self) -> None:
+        """Let masters take all edits of the model before they are read."""
         with torch.inference_mode(False):
-            self._take_edits()
+            self._find_edits()
+            self.replica.take_edits()
 
     def _begin_update(self) -> None:
         """On the thread that steps: let masters take edits before they overwrite the model."""
-        self._take_edits()
-        self.replica.is_doubtful = False
+        self._find_edits()
+        self.replica.begin_update()
 
-    def _take_edits(self) -> None:
-        edited = self.replica.take_edits() if self.replica.has_masters else []
+    def _find_edits(self) -> None:
+        edited = self.replica.find_edits() if self.replica.has_masters else []
         if edited and not self._logged_edits:
             self._logged_edits = True
             logger.warning(

@@ -55,7 +55,7 @@ class StateDictHooks:
     def _before_saving(self, optimizer: Optimizer) -> None:
         self._stepper.synchronize()
         self._stepper.refresh()  # a model that was loaded after its masters
-        self._stepper.follow_unseen_edits()
+        self._stepper.take_edits()
         self._stepper.replica.rest()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -384,7 +384,7 @@ def test_masters_take_few_elements_of_a_tensor_that_was_edited_before() -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_one_edit_does_not_keep_the_host_busy(
+def test_edits_do_not_keep_the_host_busy(
     counted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, refreshed = Run(dtype=torch.bfloat16, **AUTO), 0
@@ -402,7 +402,7 @@ def test_one_edit_does_not_keep_the_host_busy(
         (weight if counted else weight.data).mul_(0.5)
     for step in range(1, 4):
         run.step(step)
-    assert refreshed == 1
+    assert refreshed == 0
     assert ("torch counts no version" in caplog.text) is not counted
 
 

@@ -303,7 +303,7 @@ class AsyncStepper(ReplicaStepper):
                     yield
                     return
 
-    def close(self, is_replaced: bool = False) -> None:
+    def close(self) -> None:
         """As :class:`ReplicaStepper`, after the step in flight. Raises ``StepError`` where that
         failed; everything is removed all the same."""
         if self.is_closed:
@@ -316,7 +316,7 @@ class AsyncStepper(ReplicaStepper):
                 self._leave(step)
             for handle in (*self._guards.values(), *self._evaluations.values()):
                 handle.remove()
-            super().close(is_replaced)
+            super().close()
 
 
 def _are_on_host(optimizer: Optimizer) -> bool:

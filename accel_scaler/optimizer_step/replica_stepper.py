@@ -31,7 +31,6 @@ from ..scaling import (
 )
 from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of
 from .offloaded import OffloadedReplica
-from .owners import own_parameters
 from .replica import Replica
 from .state_dicts import StateDictHooks
 from .stepper import (
@@ -71,9 +70,6 @@ class ReplicaStepper(Stepper):
         self.replica = (OffloadedReplica if masters.on_host else Replica)(optimizer, masters)
         self._refuse_overlapping()
         self._holder = None if holder is None else weakref.ref(holder)
-        self.on_replaced: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Called where another optimizer takes the parameters over; it has to call :meth:`close`
-        with ``is_replaced``."""
         self.steps = 0
         """Updates so far."""
         self.is_closed = False
@@ -137,7 +133,6 @@ class ReplicaStepper(Stepper):
         self._refuse_overlapping()
         self.replica.follow()
         self._note_versions()
-        own_parameters(self)
 
     def _note_versions(self) -> None:
         pairs = self.replica.pairs if self.replica.has_masters else ()
@@ -299,29 +294,19 @@ class ReplicaStepper(Stepper):
             self._note_versions()
         self.refresh()
 
-    def close(self, is_replaced: bool = False) -> None:
-        """Give the optimizer back to torch: its state is as torch has it. ``is_replaced``: nothing
-        steps it now, so its state stays where it is."""
+    def close(self) -> None:
+        """Give the optimizer back to torch: its state is as torch has it."""
         if self.is_closed:
             return
         self.is_closed = True
         unregister(self.optimizer)
         try:
-            if not is_replaced:
-                self._hooks.give_state_back()
+            self._hooks.give_state_back()
         finally:
             self._hooks.remove()
             del self._hooks  # a cycle would keep the masters until it is collected
             self.replica.let_go()
             self._versions = []
-
-    def give_way(self) -> None:
-        """Another optimizer owns the parameters from now on: close this one."""
-        owner = None if self.on_replaced is None else self.on_replaced()
-        if owner is None:
-            self.close(is_replaced=True)
-        else:
-            owner()
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)

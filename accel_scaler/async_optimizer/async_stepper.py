@@ -69,8 +69,9 @@ class AsyncStepper(ReplicaStepper):
         self.is_on_host = _are_on_host(optimizer)
         """All parameters are in host memory, where kernels need a thread to run beside."""
         super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
-        self.lock = threading.RLock()
-        """Reentrant: a signal handler may look while its thread has it."""
+        self.lock = self.replica.lock
+        """One for both, so that no thread has the one and waits for the other. Reentrant: a signal
+        handler may look while its thread has it."""
         self._inflight: InflightStep | None = None
         self._guards_backward = guards_backward
         self._guards: weakref.WeakKeyDictionary[ParameterPair, Any] = weakref.WeakKeyDictionary()

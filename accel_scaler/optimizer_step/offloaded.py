@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -146,19 +145,8 @@ class OffloadedReplica(Replica):
         keys = 2 if rule is None else len(rule.keys(group))
         return 4 * pair.target.numel() * (keys + self.masters.takes(pair.target))
 
-    def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
-        """Parts that lie in one host arena each, then the others."""
-        own = [pair for pair in ordered if pair.is_offloaded]
-        limit = self._limit = _block_length(sum(pair.target.numel() for pair in own))
-        for arena in dict.fromkeys(pair.arena for pair in own):
-            mine = sorted((p for p in own if p.arena is arena), key=attrgetter("slot"))
-            begin = 0
-            for end in range(1, len(mine)):
-                if arena.end(mine[end].slot) - arena.offsets[mine[begin].slot] > limit:
-                    yield mine[begin:end]
-                    begin = end
-            yield mine[begin:]
-        yield from super()._cut([pair for pair in ordered if not pair.is_offloaded])
+    def _largest_part(self) -> int:
+        return _block_length(sum(pair.target.numel() for pair in self.pairs if pair.is_offloaded))
 
     @property
     def stretches(self) -> list[Stretch]:
@@ -171,11 +159,11 @@ class OffloadedReplica(Replica):
         lengths = (len(each.arena.memory) * (each.length + ALIGNED) for each in self.stretches)
         return max(lengths, default=0)
 
-    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+    def _parts_of(self, pairs: list[ParameterPair], start: int, limit: int) -> Sequence[Part]:
         """One, or the pieces of a large parameter."""
-        target, limit = pairs[0].target, self._limit
+        target = pairs[0].target
         if not pairs[0].is_offloaded:
-            return super()._parts_of(pairs, start)
+            return super()._parts_of(pairs, start, limit)
         if len(pairs) > 1 or target.numel() <= limit or not is_dense(target):
             return [Stretch(pairs, start, None)]
         begins = range(0, target.numel(), limit)
@@ -347,7 +335,7 @@ class OffloadedReplica(Replica):
         given = [self._state_in(part, pair, views) for pair in pairs]
         filled = zip(params, given, strict=True)
         state = defaultdict(dict, {p: dict(entry) for p, entry in filled if entry})
-        self.step_these(params, final, {pairs[0].group: range(len(pairs))}, state)
+        self.step_these(params, final, part.group, state)
         for pair, p, entry in zip(pairs, params, given, strict=True):
             if p in state:
                 self._keep(part, pair, p, entry, state[p], views)

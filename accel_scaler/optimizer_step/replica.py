@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
-from .arena import Held
-from .blocks import Run, Scratch, neighbours, rule_of
+from .arena import Arena, Held
+from .blocks import Run, Scratch, rule_of
 from .masters import (
     MASTER,
     MasterRule,
@@ -48,17 +48,13 @@ _dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
 
 class Part:
-    """Pairs that are updated together."""
+    """Pairs that are updated together: neighbours in an arena, and so of one parameter group."""
 
     def __init__(self, pairs: list[ParameterPair], start: int) -> None:
         self.pairs, self.start, self.end = pairs, start, start + len(pairs)
-        found: dict[int, list[int]] = {}
-        for place, pair in enumerate(pairs):
-            found.setdefault(pair.group, []).append(place)
-        self.groups = dict(sorted(found.items()))
-        """The places of each parameter group's pairs, in the optimizer's order of groups."""
-        self.runs: list[tuple[int, list[int], Run]] | None = None
-        """Group, places, and what may step them by a fused kernel; None: not made yet."""
+        self.group = pairs[0].group
+        self.run: Run | None = None
+        """What may step it by a fused kernel; None: not made yet."""
 
 
 class Replica:
@@ -173,12 +169,16 @@ class Replica:
     def _split(self) -> None:
         """Cut the pairs into parts, in the model's order."""
         self.rest()  # other parts know nothing of copies under way
-        ranks, last = self._ranks, len(self._ranks)
-        ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
+        ranks, last, limit = self._ranks, len(self._ranks), self._largest_part()
+        by_arena: dict[Arena, list[ParameterPair]] = {}
+        for pair in self.pairs:
+            by_arena.setdefault(pair.arena, []).append(pair)
+        cut = [some for mine in by_arena.values() for some in _neighbours(mine, limit)]
+        cut.sort(key=lambda some: min(ranks.get(id(pair.param), last) for pair in some))
         self.parts, self.ordered = [], []
-        for pairs in self._cut(ordered):
-            self.parts.extend(self._parts_of(pairs, len(self.ordered)))
-            self.ordered.extend(pairs)
+        for some in cut:
+            self.parts.extend(self._parts_of(some, len(self.ordered), limit))
+            self.ordered.extend(some)
         ordered = self.ordered
         self.params = [pair.param for pair in ordered]
         self.part_of = {
@@ -189,18 +189,12 @@ class Replica:
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
-    def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
-        """The pairs of each part."""
-        sizes = [pair.stepped.numel() for pair in ordered]
-        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
-        begin = have = 0
-        for end, length in enumerate(sizes, 1):
-            have += length
-            if end == len(ordered) or have >= size:
-                yield ordered[begin:end]
-                begin, have = end, 0
+    def _largest_part(self) -> int:
+        """Elements in a part, unless one parameter alone has more."""
+        elements = sum(pair.target.numel() for pair in self.pairs)
+        return min(max(elements // PARTS, SMALLEST_PART), LARGEST_PART)
 
-    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+    def _parts_of(self, pairs: list[ParameterPair], start: int, limit: int) -> Sequence[Part]:
         return [Part(pairs, start)]
 
     def size_of(self, pair: ParameterPair) -> int:
@@ -249,7 +243,7 @@ class Replica:
             self._move_entry(pair, state.get(pair.param, {}))
         self._shared, self._keys = Held([*state], _values_of(state), repeat(True)), keys
         for part in self.parts:
-            part.runs = None
+            part.run = None
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to the tensors that its pair steps with: shards, or for a
@@ -327,16 +321,16 @@ class Replica:
     ) -> None:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
-        runs = self._runs_of(part)
-        calls = [(number, run, [grads[i] for i in places]) for number, places, run in runs]
-        if calls and all(run.takes(mine) for _, run, mine in calls):
-            for number, run, mine in calls:
-                group, whole = self.copy.param_groups[number], not deferred
-                whole = whole and run.takes(mine, whole=True)
-                run.step(type(self.optimizer), group, mine, deferred, publishes=True, whole=whole)
+        kind, rule = type(self.optimizer), rule_of(self.optimizer)
+        group = self.copy.param_groups[part.group]
+        if rule is not None and part.run is None:
+            part.run = Run(part.pairs, rule, group, self.copy, self._scratch)
+        if (run := part.run) is not None and run.takes(grads):
+            whole = not deferred and run.takes(grads, whole=True)
+            run.step(kind, group, grads, deferred, publishes=True, whole=whole)
             return
         params, final = [p.stepped for p in part.pairs], self.bring(part.pairs, grads, deferred)
-        self.step_these(params, final, part.groups, self.copy.state)
+        self.step_these(params, final, part.group, self.copy.state)
         for pair in part.pairs:
             pair.publish()
 
@@ -357,36 +351,16 @@ class Replica:
         deferred.apply(scaled)
         return final
 
-    def _runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
-        """What may step a part by calls of a fused kernel; []: none is known."""
-        rule = rule_of(self.optimizer)
-        if rule is None:
-            return []
-        if part.runs is None:
-            part.runs = []
-            for number, places in part.groups.items():
-                group = self.copy.param_groups[number]
-                for some in neighbours(part.pairs, places):
-                    pairs = [part.pairs[place] for place in some]
-                    run = Run(pairs, rule, group, self.copy, self._scratch)
-                    part.runs.append((number, some, run))
-        return part.runs
-
     def step_these(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        groups: Mapping[int, Sequence[int]],
+        group: int,
         state: dict[Any, Any],
     ) -> None:
-        """The optimizer's own step on ``params`` and their ``state``. ``groups``: the places of
-        each group's parameters among them."""
+        """The optimizer's own step on ``params``, of one ``group``, and their ``state``."""
         copy, whole, states = self.copy, self.copy.param_groups, self.copy.state
-        copy.state = state
-        copy.param_groups = [
-            {**whole[number], "params": [params[place] for place in places]}
-            for number, places in groups.items()
-        ]
+        copy.state, copy.param_groups = state, [{**whole[group], "params": list(params)}]
         try:
             # Apart: torch's fused SGD takes no momentum beside parameters that have none yet.
             new = {
@@ -415,6 +389,18 @@ class Replica:
             return step(copy)
         finally:
             del copy.grad_scale, copy.found_inf
+
+
+def _neighbours(pairs: list[ParameterPair], limit: int) -> Iterator[list[ParameterPair]]:
+    """All ``pairs`` of one arena, in pieces of at most ``limit`` elements there, unless one alone
+    has more."""
+    pairs, begin = sorted(pairs, key=attrgetter("slot")), 0
+    arena = pairs[0].arena
+    for end in range(1, len(pairs)):
+        if arena.end(pairs[end].slot) - arena.offsets[pairs[begin].slot] > limit:
+            yield pairs[begin:end]
+            begin = end
+    yield pairs[begin:]
 
 
 def exact(key: str, value: Tensor) -> Tensor:

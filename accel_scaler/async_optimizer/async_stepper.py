@@ -51,7 +51,7 @@ class AsyncStepper(ReplicaStepper):
         worker: the optimizer thread, perhaps shared with other steppers.
         guards_backward: put a hook on each parameter, so that a backward waits before it adds to a
             gradient that is still read; needed where no ``scale()`` announces the backward.
-        masters, parameter_names, holder: see :class:`ReplicaStepper`.
+        masters, parameter_names: see :class:`ReplicaStepper`.
     """
 
     def __init__(
@@ -63,12 +63,11 @@ class AsyncStepper(ReplicaStepper):
         worker: Worker,
         guards_backward: bool = False,
         parameter_names: ParameterNames | None = None,
-        holder: object | None = None,
     ) -> None:
         self.mode, self.worker = mode, worker
         self.is_on_host = _are_on_host(optimizer)
         """All parameters are in host memory, where kernels need a thread to run beside."""
-        super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
+        super().__init__(optimizer, masters, parameter_names=parameter_names)
         self.lock = self.replica.lock
         """One for both, so that no thread has the one and waits for the other. Reentrant: a signal
         handler may look while its thread has it."""

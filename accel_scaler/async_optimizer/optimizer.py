@@ -108,7 +108,6 @@ class AsyncOptimizer(Optimizer):
             worker=self._worker,
             guards_backward=not scaled,
             parameter_names=names,
-            holder=self,
         )
         self._boundary: Boundary | None = None
         try:

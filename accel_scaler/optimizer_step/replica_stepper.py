@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,10 +28,10 @@ from ..scaling import (
     parameters_of,
     reduce_partial_gradients,
 )
-from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of
+from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of, without_master
 from .offloaded import OffloadedReplica
 from .replica import Replica
-from .state_dicts import StateDictHooks
+from .state_dicts import give_state_back, with_masters
 from .stepper import (
     Stepper,
     StepTiming,
@@ -51,7 +50,6 @@ class ReplicaStepper(Stepper):
     Args:
         masters: which parameters are stepped through float32 masters.
         parameter_names: names parameters in errors.
-        holder: the object that calls :meth:`close`; None: nothing tells whether it is gone.
     """
 
     optimizer: Optimizer
@@ -62,14 +60,17 @@ class ReplicaStepper(Stepper):
         masters: MasterRule,
         *,
         parameter_names: ParameterNames | None = None,
-        holder: object | None = None,
     ) -> None:
-        _close_left(async_stepper_of(optimizer))
+        if async_stepper_of(optimizer) is not None:
+            raise OrderError(
+                f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
+                "accelerator already; close() or detach() that one first, or make another "
+                f"{type(optimizer).__name__}."
+            )
         self.optimizer = optimizer
         self.parameter_names = parameter_names or ParameterNames()
         self.replica = (OffloadedReplica if masters.on_host else Replica)(optimizer, masters)
         self._refuse_overlapping()
-        self._holder = None if holder is None else weakref.ref(holder)
         self.steps = 0
         """Updates so far."""
         self.is_closed = False
@@ -77,22 +78,31 @@ class ReplicaStepper(Stepper):
         """With masters: the version of each parameter, in the optimizer's order, when it last was
         its rounded master."""
         self._logged_edits = False
+        self._handles: list[Any] = []
+        """Of torch's hooks around ``state_dict`` and ``load_state_dict``."""
+        self._loading: Any = None
+        """The state dict that is being loaded."""
         register(self)
         try:
-            self._hooks = StateDictHooks(self)
+            self._add_hooks(optimizer, self._handles.append)
         except BaseException:
-            unregister(optimizer)
+            self._leave_optimizer()
             raise
+
+    def _add_hooks(self, optimizer: Optimizer, add: Callable[[Any], None]) -> None:
+        add(optimizer.register_state_dict_pre_hook(self._before_saving))
+        add(optimizer.register_state_dict_post_hook(self._after_saving))
+        last = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        add(last)
+        self._last = last.id
+        # Before the user's, which see the state.
+        after = self._after_loading
+        add(optimizer.register_load_state_dict_post_hook(after, prepend=True))
 
     def _refuse_overlapping(self) -> None:
         takes = self.replica.masters.takes
         params = [p for p in parameters_of(self.optimizer) if is_stepped(p) and takes(p)]
         refuse_overlapping(self.optimizer, params, self.parameter_names)
-
-    @property
-    def is_left(self) -> bool:
-        """Its holder is gone and has not closed it."""
-        return self._holder is not None and self._holder() is None
 
     def watch(self, model: Module) -> None:
         """``model`` is about to be trained, and may have parameters of the optimizer."""
@@ -272,55 +282,67 @@ class ReplicaStepper(Stepper):
         for hook in hooks:
             hook(self.optimizer, (self.optimizer,), {})
 
-    # Loading and closing.
+    # Saving, loading and closing.
 
-    def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        """Before the optimizer loads ``state_dict``: make room for masters, also where a parameter
-        is frozen and may be trained again."""
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        self.synchronize()
+        self.refresh()  # a model that was loaded after its masters
+        self.take_edits()
+        self.replica.rest()
+
+    def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return with_masters(state_dict, self.replica.pairs)
+
+    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Make room for masters, also where a parameter is frozen and may be trained again, and
+        leave to torch what is not ours."""
         self.synchronize()
         # Not strict: torch refuses a state dict of another number of parameters.
-        params = zip(keys_of(state_dict), parameters_of(self.optimizer), strict=False)
+        params = zip(keys_of(state_dict), parameters_of(optimizer), strict=False)
         entries = state_dict["state"]
         self.replica.saved = {id(p) for key, p in params if MASTER in entries.get(key, {})}
         self.refresh()
+        self._loading = state_dict
+        keyed = zip(keys_of(state_dict), self.replica.pairs, strict=False)
+        # torch would cast to the parameter's dtype and device, which is not where it lives here.
+        ours = {key for key, pair in keyed if is_ours(pair)}
+        if ours and next(reversed(optimizer._optimizer_load_state_dict_pre_hooks)) != self._last:
+            raise UnsupportedError(
+                "load_state_dict: a pre-hook was registered after prepare() or AsyncOptimizer(), "
+                "and would not see the state, which goes into float32 copies (masters). Register "
+                "it before, or change the state dict before it is loaded."
+            )
+        rest = {key: without_master(entry) for key, entry in entries.items() if key not in ours}
+        return {**state_dict, "state": rest}
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """After the optimizer has loaded ``state_dict``: load masters and their state from it.
-
-        A saved ``master`` counts as far as it rounds to the model's present parameter.
-        """
-        with torch.inference_mode(False):
-            self.replica.load_state(state_dict)
-            self._note_versions()
-        self.refresh()
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        """Load masters and their state. A saved ``master`` counts as far as it rounds to the
+        model's present parameter."""
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
+            with torch.inference_mode(False):
+                self.replica.load_state(loaded)
+                self._note_versions()
+            self.refresh()
 
     def close(self) -> None:
         """Give the optimizer back to torch: its state is as torch has it."""
         if self.is_closed:
             return
         self.is_closed = True
-        unregister(self.optimizer)
         try:
-            self._hooks.give_state_back()
+            give_state_back(self.optimizer, self.replica.pairs)
         finally:
-            self._hooks.remove()
-            del self._hooks  # a cycle would keep the masters until it is collected
+            self._leave_optimizer()
             self.replica.let_go()
             self._versions = []
+
+    def _leave_optimizer(self) -> None:
+        unregister(self.optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
-
-
-def _close_left(stepper: Stepper | None) -> None:
-    """Close the stepper that an optimizer has, if its holder is gone. Raises ``OrderError`` where
-    it is in use."""
-    if stepper is None:
-        return
-    if not (isinstance(stepper, ReplicaStepper) and stepper.is_left):
-        raise OrderError(
-            f"this {type(stepper.optimizer).__name__} is stepped by an AsyncOptimizer or an "
-            "attached accelerator already; close() or detach() that one first."
-        )
-    stepper.close()

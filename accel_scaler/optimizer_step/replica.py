@@ -141,7 +141,7 @@ class Replica:
         self._layout, self.saved = self._layout_of(parameters_of(self.optimizer)), set()
         self._make_copy()
         self._split()
-        self._spot_check = SpotCheck(self.pairs)
+        self._spot_check = SpotCheck(self.pairs, self._spot_check.may_miss)
         self._shared = None
 
     def order_by(self, params: Iterable[Tensor]) -> None:
@@ -273,16 +273,18 @@ class Replica:
         self._shared, self.is_doubtful = None, True
         self.give_back_state()
 
-    def find_edits(self) -> list[Tensor]:
+    def find_edits(self) -> bool:
         """While the model has the masters' values, look for edits that no version counts
-        (``p.data``). Returns the parameters that have some, unless all are to be compared.
+        (``p.data``). Returns whether there are some for the first time.
 
         Reads samples of all masters and parameters. Synchronises with the device.
         """
         with self.lock:
-            found = [] if self.is_doubtful else self._spot_check.find()
-            self.is_doubtful = self.is_doubtful or self._spot_check.may_miss
-            return [pair.param for pair in found]
+            if self.is_doubtful:
+                return False
+            had_some = self._spot_check.may_miss
+            self.is_doubtful = had_some or self._spot_check.find()
+            return self.is_doubtful and not had_some
 
     def begin_update(self) -> None:
         """On the thread that steps: if some may be edited, let masters take the values of

@@ -77,7 +77,6 @@ class ReplicaStepper(Stepper):
         self._versions: list[int] = []
         """With masters: the version of each parameter, in the optimizer's order, when it last was
         its rounded master."""
-        self._logged_edits = False
         self._handles: list[Any] = []
         """Of torch's hooks around ``state_dict`` and ``load_state_dict``."""
         self._loading: Any = None
@@ -166,14 +165,13 @@ class ReplicaStepper(Stepper):
         self.replica.begin_update()
 
     def _find_edits(self) -> None:
-        edited = self.replica.find_edits() if self.replica.has_masters else []
-        if edited and not self._logged_edits:
-            self._logged_edits = True
+        if self.replica.has_masters and self.replica.find_edits():
             logger.warning(
-                "%s changed where torch counts no version (.data). The float32 copy (master) has "
-                "taken the new values, but of large tensors only a sample is compared: write "
-                "`with torch.no_grad(): p.copy_(...)`, which is always seen. (Logged once.)",
-                self._names(edited),
+                "parameters of %s changed where torch counts no version (.data). Their float32 "
+                "copies (masters) take the new values, but of large tensors only a sample had been "
+                "compared: write `with torch.no_grad(): p.copy_(...)`, which is always seen. From "
+                "now on each step compares all of them.",
+                type(self.optimizer).__name__,
             )
 
     # The step.

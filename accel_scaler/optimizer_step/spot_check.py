@@ -15,76 +15,59 @@ from torch import Tensor
 from .arena import flat, is_dense
 from .masters import ParameterPair
 
-RUN, STRIDE = 16, 2048
-"""Of every ``STRIDE`` elements of a large tensor the first ``RUN`` are compared, a cache line."""
+STRIDE = 256
+"""Of so many elements of a large tensor one is compared."""
 
 MAX_WHOLE = 4096
 """Elements up to which all of a tensor is compared."""
 
 
 class SpotCheck:
-    """Samples of parameters and of their masters, for all ``pairs`` that have a master.
-
-    An edit of ``STRIDE`` elements in a row is always found.
-    """
-
-    def __init__(self, pairs: Sequence[ParameterPair]) -> None:
-        pairs = [pair for pair in pairs if pair.is_master and pair.target.numel()]
-        self.may_miss = any(not is_dense(pair.target) for pair in pairs)
-        """Samples do not tell of all edits that are to be expected: some memory has gaps, or an
-        edit was found, since a clamp in each window often writes to few elements."""
-        alike: dict[object, list[ParameterPair]] = {}
-        for pair in filter(lambda pair: is_dense(pair.target), pairs):
-            target = pair.target
-            is_large = target.numel() > MAX_WHOLE
-            kind = is_large, target.dtype, target.device, pair.is_offloaded
-            alike.setdefault(kind, []).append(pair)
-        self._samples = [_Samples(mine) for mine in alike.values()]
-
-    @torch.no_grad()
-    def find(self) -> list[ParameterPair]:
-        """Pairs of which the parameter's sample is not its master's, rounded. Waits for the
-        device."""
-        found = [pair for samples in self._samples for pair in samples.find()]
-        self.may_miss = self.may_miss or bool(found)
-        return found
-
-    @torch.no_grad()
-    def note(self) -> None:
-        """All parameters are their rounded masters."""
-        for samples in self._samples:
-            samples.note()
-
-
-class _Samples:
-    """Views of samples of pairs alike in dtype and device: made once, joined to be compared.
+    """Samples of parameters and of their masters, for all ``pairs`` that have a master: views, made
+    once, joined to be compared. An edit of ``STRIDE`` elements in a row is always found.
 
     Masters in host memory may still be on their way there. Those samples are compared with what the
     parameters were when they were noted.
     """
 
-    def __init__(self, pairs: Sequence[ParameterPair]) -> None:
-        self._pairs = pairs
-        self._masters = [_sample(pair.stepped.detach()) for pair in pairs]
-        # As integers: NaN is equal to itself, and autocast does not look at them.
-        self._targets = [_sample(pair.target).view(torch.int16) for pair in pairs]
+    def __init__(self, pairs: Sequence[ParameterPair], may_miss: bool = False) -> None:
+        pairs = [pair for pair in pairs if pair.is_master and pair.target.numel()]
+        self.may_miss = may_miss or any(not is_dense(pair.target) for pair in pairs)
+        """Samples do not tell of all edits that are to be expected: some memory has gaps, or an
+        edit was found, since a clamp in each window often writes to few elements."""
+        alike: dict[object, list[ParameterPair]] = {}
+        for pair in filter(lambda pair: is_dense(pair.target), pairs):
+            kind = pair.target.dtype, pair.target.device, pair.is_offloaded
+            alike.setdefault(kind, []).append(pair)
+        self._alike = list(alike.values())
+        self._masters = [[_sample(pair.stepped.detach()) for pair in mine] for mine in self._alike]
+        self._targets = [[_sample(pair.target) for pair in mine] for mine in self._alike]
         self.note()
 
+    @torch.no_grad()
     def note(self) -> None:
-        self._noted = torch.cat(self._targets) if self._pairs[0].is_offloaded else None
+        """All parameters are their rounded masters."""
+        self._noted = [
+            _joined(targets) if mine[0].is_offloaded else None
+            for mine, targets in zip(self._alike, self._targets, strict=True)
+        ]
 
-    def find(self) -> list[ParameterPair]:
-        rounded, now = self._noted, torch.cat(self._targets)
-        if rounded is None:
-            rounded = torch.cat(self._masters).to(self._pairs[0].target.dtype).view(torch.int16)
-        if torch.equal(rounded, now):
-            return []
-        parts = torch.split(rounded != now, [len(target) for target in self._targets])
-        return [pair for pair, part in zip(self._pairs, parts, strict=True) if bool(part.any())]
+    @torch.no_grad()
+    def find(self) -> bool:
+        """Whether the sample of some parameter is not its master's, rounded. Waits for the
+        device."""
+        for noted, masters, targets in zip(self._noted, self._masters, self._targets, strict=True):
+            if noted is None:
+                noted = _joined([torch.cat(masters).to(targets[0].dtype)])
+            self.may_miss = self.may_miss or not torch.equal(noted, _joined(targets))
+        return self.may_miss
 
 
 def _sample(t: Tensor) -> Tensor:
-    """Elements of a dense tensor, in its memory's order: shape (n, RUN) of a large one, or (n,)."""
-    if t.numel() <= MAX_WHOLE:
-        return flat(t)
-    return t.as_strided(((t.numel() - RUN) // STRIDE + 1, RUN), (STRIDE, 1))
+    """Elements of a dense tensor, in its memory's order, shape (n,)."""
+    return flat(t)[:: STRIDE if t.numel() > MAX_WHOLE else 1]
+
+
+def _joined(samples: Sequence[Tensor]) -> Tensor:
+    """Of 16 bits, as integers: NaN is equal to itself, and autocast does not look at them."""
+    return torch.cat([sample.view(torch.int16) for sample in samples])

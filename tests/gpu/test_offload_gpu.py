@@ -522,20 +522,6 @@ def test_after_two_wrong_guesses_nothing_comes_up_early(log: list[str]) -> None:
     assert [bool(count) for count in counts] == [True, True, False, False]
 
 
-@pytest.mark.usefixtures("memory_counter")
-def test_a_loop_that_accumulates_by_itself_is_learnt(log: list[str]) -> None:
-    run = Run(**AUTO)
-    early = []
-    for window in range(5):
-        for micro in range(3):
-            log.clear()
-            run.backward(3 * window + micro)
-            early.append("load" in log)
-        run.finish()
-    assert not any(early[:6])
-    assert early[9:] == [False, False, True] * 2
-
-
 def after_closing(run: Run) -> dict[str, Tensor]:
     run.optimizer.close()
     found: dict[str, Tensor] = [*dict.values(run.inner.state)][-1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, filterfalse, repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -43,8 +43,6 @@ PARTS = 32
 """About how many parts a step has: each costs some Python, and a forward waits for whole ones."""
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
-
-_dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
 
 
 class Part:
@@ -94,9 +92,8 @@ class Replica:
         """What :meth:`_layout_of` said at the last :meth:`follow`."""
         self._shared: Held | None = None
         """The optimizer's state, when it was last shared."""
-        self._stepped: list[Any] = []
-        """For each key of the optimizer's state the stepped parameter; the key itself where it
-        belongs to no pair."""
+        self._entries = 0
+        """How many entries of state the copy was given for this step."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Per group, when the state was last shared: (has a kernel, keys of state)."""
 
@@ -106,31 +103,26 @@ class Replica:
         return not self.saved and self._layout_of(params) == self._layout
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter, its address and length (its pair keeps the memory, so
-        no other comes to lie there), and its layout if it is not contiguous; which are trained, if
-        some may need a master."""
-        sharded = bool(params) and hasattr(params[0], "to_local")
-        held = [local(p.detach()) for p in params] if sharded else params
+        """Per group of each parameter, its memory (which its pair keeps, so no other comes to lie
+        there), and whether it is trained, if some may need a master."""
         # float16 is refused without a master, once it is trained.
         low = self.masters.dtypes | {torch.float16}
-        may_need_masters = self.masters.on_host or not low.isdisjoint(map(_dtype_of, held))
-        frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
+        is_sharded = any(hasattr(p, "to_local") for p in params[:1])
+        may_need_masters = self.masters.on_host or any(p.dtype in low for p in params)
+        held = [local(p.detach()) for p in params] if is_sharded else params
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
-            list(map(id, params)),
-            list(map(Tensor.data_ptr, held)),
-            list(map(Tensor.numel, held)),
-            [(p.size(), p.stride()) for p in filterfalse(Tensor.is_contiguous, held)],
-            may_need_masters and [*map(_is_required, params), *map(is_stepped, frozen_ones)],
+            [
+                (id(p), t.data_ptr(), t.size(), t.stride())
+                for p, t in zip(params, held, strict=True)
+            ],
+            may_need_masters and list(map(is_stepped, params)),
         )
 
     def may_have_masters(self) -> bool:
         """Whether some have masters now, or after :meth:`follow`: one may be unfrozen."""
-        params, low = parameters_of(self.optimizer), self.masters.dtypes
-        return self.has_masters or (
-            not low.isdisjoint(map(_dtype_of, params))
-            and not low.isdisjoint(map(_dtype_of, filter(is_stepped, params)))  # a Python loop
-        )
+        takes, params = self.masters.takes, parameters_of(self.optimizer)
+        return self.has_masters or any(takes(p) and is_stepped(p) for p in params)
 
     def follow(self) -> None:
         """Take over new groups and moved or resized parameters."""
@@ -210,12 +202,14 @@ class Replica:
         refuse_replaced(self.optimizer)
         state = self.optimizer.state
         self._lay_out(state)
-        self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
+        stepped_of = {id(pair.param): pair.stepped for pair in self.pairs}
+        entries = {stepped_of.get(id(key), key): entry for key, entry in state.items()}
+        self.copy.state, self._entries = defaultdict(dict, entries), len(entries)
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
-            for key in own.keys() - group.keys():
-                del own[key]
-            own.update({k: frozen(v) for k, v in group.items() if k != "params"})
+            params = own["params"]
+            own.clear()
+            own.update({k: frozen(v) for k, v in group.items() if k != "params"}, params=params)
 
     def give_back_state(self) -> None:
         """Give the optimizer the state that a step has made, and keep none: a script may take it
@@ -223,7 +217,7 @@ class Replica:
         if self.copy is None:
             return
         state, made = self.optimizer.state, self.copy.state
-        for pair in self.pairs if len(made) > len(self._stepped) else ():
+        for pair in self.pairs if len(made) > self._entries else ():
             if pair.param not in state and (entry := made.get(pair.stepped)):
                 state[pair.param] = entry
         self.copy.state = defaultdict(dict)
@@ -235,8 +229,6 @@ class Replica:
         values = _values_of(state)
         if keys == self._keys and shared is not None and shared.is_current([*state], values):
             return
-        stepped_of = {id(pair.param): pair.stepped for pair in self.pairs}
-        self._stepped = [stepped_of.get(id(key), key) for key in state]
         for arena in {pair.arena for pair in self.pairs}:
             arena.renew_counts()
         for pair in self.pairs:

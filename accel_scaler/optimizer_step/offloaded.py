@@ -92,19 +92,22 @@ class OffloadedReplica(Replica):
     for :meth:`rest` and reads of state, which wait for a step under way."""
 
     def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
-        self._looks: Looks | None = None
+        self._use(torch.device("cpu"))  # until some are to be on another one
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
         self.is_stepping = False
         super().__init__(optimizer, masters)
 
+    def _use(self, device: torch.device) -> None:
+        self.ring = Ring(device)
+        self._looks = Looks(self, self.ring)
+
     # Parts, and where they lie.
 
     def let_go(self) -> None:
         self.rest()
-        if self._looks is not None:
-            self._looks.remove()
+        self._looks.remove()
         if isinstance(self.optimizer.state, WaitingState):
             self.optimizer.state = self.optimizer.state.copy()
         super().let_go()
@@ -113,12 +116,10 @@ class OffloadedReplica(Replica):
         self.find_edits()  # while samples are of the memory where the parameters were
         self.rest()
         super().follow()
-        own = [pair for pair in self.pairs if pair.is_offloaded]
-        if not own:
-            return
-        rule, device = rule_of(self.optimizer), own[0].target.device
-        if self._looks is None or self.ring.device != device:
-            self._looks = Looks(self, Ring(device))
+        rule, own = rule_of(self.optimizer), [pair for pair in self.pairs if pair.is_offloaded]
+        for device in {pair.target.device for pair in own} - {self.ring.device}:
+            self._looks.remove()
+            self._use(device)
         for pair in own:
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
                 pair.arena.allocate(key)  # on the training thread, before the first step
@@ -127,7 +128,7 @@ class OffloadedReplica(Replica):
 
     def _guard_state(self) -> None:
         state = self.optimizer.state
-        if not isinstance(state, WaitingState) and self._looks is not None:
+        if not isinstance(state, WaitingState):
             self.optimizer.state = WaitingState(self._before_read, state)
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
@@ -200,20 +201,13 @@ class OffloadedReplica(Replica):
     def rest(self) -> None:
         """Let all be at rest in host memory, and the newest there. Waits for copies down."""
         with self.lock:
-            if self._looks is not None:
-                self.ring.settle()
-                self.ring.drop()
-                self.ring.release_free()
-
-    @property
-    def ring(self) -> Ring:
-        """Where some state rests in host memory."""
-        assert self._looks is not None
-        return self._looks.ring
+            self.ring.settle()
+            self.ring.drop()
+            self.ring.release_free()
 
     def _put_looks(self) -> None:
         # Without a model nobody would drop what came up in vain before the next forward.
-        if self._looks is not None and self._models and self.masters.budget != 0:
+        if self.stretches and self._models and self.masters.budget != 0:
             trained = [pair.param for pair in self.ordered if pair.param.requires_grad]
             self._looks.put(trained, self._models)
 
@@ -225,8 +219,7 @@ class OffloadedReplica(Replica):
                 self._put_looks()
 
     def before_backward(self, is_last: bool) -> None:
-        if self._looks is not None:
-            self._looks.is_last = is_last
+        self._looks.is_last = is_last
 
     @torch.no_grad()
     def come_up(self, left: int) -> None:
@@ -253,9 +246,8 @@ class OffloadedReplica(Replica):
         try:
             self._guard_state()
             super().prepare(grads)
-            if self._looks is not None:
-                self._looks.before_step()
-                self._prepare_ring(self.ring, grads)
+            self._looks.before_step()
+            self._prepare_ring(self.ring, grads)
         except BaseException:
             self.is_doubtful = self.takes_edits
             self.give_back_state()
@@ -270,10 +262,11 @@ class OffloadedReplica(Replica):
             and self._find_keys(stretch)
         ]
         wanted = set(steps)
-        for pair in {pair for each in self.stretches if each not in wanted for pair in each.pairs}:
-            if self.takes_edits and pair.is_master:
+        for stretch in self.stretches if self.takes_edits else ():
+            if stretch not in wanted:
                 ring.settle()
-                pair.refresh()
+                for pair in stretch.pairs:
+                    pair.refresh()
         for each, slot in list(ring.loaded.items()):
             is_current = each.came_up_at == each.versions and each.keys == [*slot.views]
             if not is_current or each not in wanted:
@@ -293,7 +286,7 @@ class OffloadedReplica(Replica):
 
     def give_back_state(self) -> None:
         super().give_back_state()
-        if self.is_stepping and self._looks is not None:
+        if self.is_stepping:
             self._queue.clear()
             if self.ring.loaded:  # the step has failed
                 self.rest()
@@ -304,10 +297,9 @@ class OffloadedReplica(Replica):
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""
         with self.lock:
-            if self._looks is not None:
-                self._looks.before_step()
-                self.ring.drop()
-                self._looks.after_step()
+            self._looks.before_step()
+            self.ring.drop()
+            self._looks.after_step()
 
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale

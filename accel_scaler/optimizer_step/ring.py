@@ -59,7 +59,6 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.up, self.down = copy_streams(device)
         self.free: list[Slot] = []
         """Slots that hold nothing; the first was stored first."""
         self.loaded: dict[Stretch, Slot] = {}
@@ -68,6 +67,16 @@ class Ring:
         """Bytes of all slots ever made."""
         self.is_settled = True
         """The host has waited for all stores."""
+
+    @property
+    def up(self) -> Any:
+        """The stream of copies from host memory."""
+        return copy_streams(self.device)[0]
+
+    @property
+    def down(self) -> Any:
+        """The stream of copies to host memory."""
+        return copy_streams(self.device)[1]
 
     @property
     def held(self) -> int:

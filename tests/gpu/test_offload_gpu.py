@@ -286,6 +286,17 @@ def edits(run: Run) -> None:
         run.finish()
 
 
+def edits_what_has_no_gradient(run: Run) -> None:
+    for step in range(STEPS):
+        run.backward(step)
+        if step in (3, 5):
+            weight = run.net.head.weight
+            weight.grad = None
+            with torch.no_grad():
+                (weight if step == 3 else weight.data).mul_(0.5)
+        run.finish()
+
+
 def edits_state(run: Run) -> None:
     """Between the backward, in which it may be up already, and the step."""
     for step in range(STEPS):
@@ -353,7 +364,7 @@ def compiles(run: Run) -> None:
     "play",
     [
         *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state, compiles),
-        *(edits_state_that_it_holds, saves_and_loads),
+        *(edits_what_has_no_gradient, edits_state_that_it_holds, saves_and_loads),
         *(empties_the_cache, lays_gradients_out_otherwise),
     ],
 )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..devices import on_stream, present_stream
+from ..devices import is_host, on_stream, present_stream
 from .arena import ALIGNED
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        streams: Sequence[Any] = (None, None) if is_host(device) else copy_streams(device)
+        self.up, self.down = streams
         self.free: list[Slot] = []
         """Slots that hold nothing; the first was stored first."""
         self.loaded: dict[Stretch, Slot] = {}
@@ -67,16 +69,6 @@ class Ring:
         """Bytes of all slots ever made."""
         self.is_settled = True
         """The host has waited for all stores."""
-
-    @property
-    def up(self) -> Any:
-        """The stream of copies from host memory."""
-        return copy_streams(self.device)[0]
-
-    @property
-    def down(self) -> Any:
-        """The stream of copies to host memory."""
-        return copy_streams(self.device)[1]
 
     @property
     def held(self) -> int:

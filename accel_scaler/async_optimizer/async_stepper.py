@@ -51,7 +51,7 @@ class AsyncStepper(ReplicaStepper):
         worker: the optimizer thread, perhaps shared with other steppers.
         guards_backward: put a hook on each parameter, so that a backward waits before it adds to a
             gradient that is still read; needed where no ``scale()`` announces the backward.
-        masters, parameter_names, holder: see :class:`ReplicaStepper`.
+        masters, parameter_names: see :class:`ReplicaStepper`.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class AsyncStepper(ReplicaStepper):
         worker: Worker,
         guards_backward: bool = False,
         parameter_names: ParameterNames | None = None,
-        holder: object | None = None,
     ) -> None:
         self.mode, self.worker = mode, worker
         self.is_on_host = _are_on_host(optimizer)
         """All parameters are in host memory, where kernels need a thread to run beside."""
-        super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
-        self.lock = threading.RLock()
-        """Reentrant: a signal handler may look while its thread has it."""
+        super().__init__(optimizer, masters, parameter_names=parameter_names)
+        self.lock = self.replica.lock
+        """One for both, so that no thread has the one and waits for the other. Reentrant: a signal
+        handler may look while its thread has it."""
         self._inflight: InflightStep | None = None
         self._guards_backward = guards_backward
         self._guards: weakref.WeakKeyDictionary[ParameterPair, Any] = weakref.WeakKeyDictionary()
@@ -162,10 +162,10 @@ class AsyncStepper(ReplicaStepper):
         if self.mode == "overlap" and not can_hold_parameters(self.replica.params):
             self._step_inside("some of its parameters are DTensors, or of another subclass")
 
-    def follow_unseen_edits(self) -> None:
+    def take_edits(self) -> None:
         with self.lock:
             if self._inflight is None:
-                super().follow_unseen_edits()
+                super().take_edits()
 
     def submit(
         self, prepare: Callable[[], Callable[[], object]], deferred: DeferredUnscale | None = None
@@ -303,7 +303,7 @@ class AsyncStepper(ReplicaStepper):
                     yield
                     return
 
-    def close(self, is_replaced: bool = False) -> None:
+    def close(self) -> None:
         """As :class:`ReplicaStepper`, after the step in flight. Raises ``StepError`` where that
         failed; everything is removed all the same."""
         if self.is_closed:
@@ -316,7 +316,7 @@ class AsyncStepper(ReplicaStepper):
                 self._leave(step)
             for handle in (*self._guards.values(), *self._evaluations.values()):
                 handle.remove()
-            super().close(is_replaced)
+            super().close()
 
 
 def _are_on_host(optimizer: Optimizer) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from ..config import Offload, StepMode, merge
 from ..devices import warn_where_idle
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
-from ..optimizer_step import Boundary, MasterRule, boundary_of, master_rule, own_parameters
+from ..optimizer_step import Boundary, MasterRule, boundary_of, master_rule
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from .async_stepper import AsyncStepper
 from .pending_parameter import drop_gradients
@@ -109,12 +108,9 @@ class AsyncOptimizer(Optimizer):
             worker=self._worker,
             guards_backward=not scaled,
             parameter_names=names,
-            holder=self,
         )
-        self._stepper.on_replaced = weakref.WeakMethod(self._end)
         self._boundary: Boundary | None = None
         try:
-            own_parameters(self._stepper)
             self._watch()
             self._stepper.refresh()
             if scaler is not None:  # one for all its optimizers, an accelerator's too
@@ -308,14 +304,11 @@ class AsyncOptimizer(Optimizer):
         if self._closed:
             return
         self._forbid_inside("close")
-        self._end(is_replaced=False)
-
-    def _end(self, is_replaced: bool = True) -> None:
         self._closed = True
         if self.scaler is not None:
             self.scaler.release(self.optimizer)
         try:
-            self._stepper.close(is_replaced)
+            self._stepper.close()
         finally:
             self._worker.stop()
 

@@ -73,7 +73,7 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
             result = super().prepare(*args, **kwargs)
             for model in self._models:  # FSDP2's models do not pass prepare_model
                 attachment.fp32_modules.enable(model)
-            attachment.take_over(optimizers)
+            attachment.make_ready(optimizers)
         except BaseException:
             # A second prepare would register it twice, and an LR scheduler asks the first of two
             # wrappers whether a step was skipped.

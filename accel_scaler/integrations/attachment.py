@@ -16,13 +16,12 @@ import torch
 from accelerate import __version__ as accelerate_version
 from accelerate.utils import DistributedType
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from ..async_optimizer import Worker
 from ..config import FIELDS, ScalerConfig, checked, environment, merge
 from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
-from ..optimizer_step import Boundary, ReplicaStepper, master_rule, own_parameters, stepper_of
+from ..optimizer_step import Boundary, ReplicaStepper, master_rule, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
@@ -190,7 +189,7 @@ class Attachment:
                 self.watch(model, accelerator.unwrap_model(model))
             for optimizer in accelerator._optimizers:
                 adopt(optimizer, self)
-            self.take_over(accelerator._optimizers)
+            self.make_ready(accelerator._optimizers)
         except BaseException:
             self._undo(accelerator)
             raise
@@ -236,25 +235,16 @@ class Attachment:
         if failed is not None:
             raise failed
 
-    def take_over(self, optimizers: Any) -> None:
-        """Make these prepared optimizers the owners of their parameters, and close older owners.
-        Raises ``UnsupportedError`` for a model whose tensors share memory in overlap, and
-        ``StepError`` if the last step of an older owner failed."""
+    def make_ready(self, optimizers: Any) -> None:
+        """Make these prepared optimizers ready for their first step. Raises ``UnsupportedError``
+        for a model whose tensors share memory in overlap."""
         steppers = map(stepper_of, inner_of(optimizers))
         replicas = [stepper for stepper in steppers if isinstance(stepper, ReplicaStepper)]
         for stepper, model in product(replicas, self.models):
             stepper.watch(model)
         for stepper in replicas:
-            own_parameters(stepper)
             if stepper.replica.masters.on_host:
                 stepper.refresh()  # memory is pinned here, on the training thread, or refused
-
-    def forget(self, optimizer: Optimizer) -> None:
-        """Neither step nor save ``optimizer`` any more: another one owns its parameters."""
-        self.scaler.release(optimizer)
-        if (accelerator := self._accelerator()) is not None:
-            prepared = accelerator._optimizers  # a prepared scheduler has the same list
-            prepared[:] = [each for each in prepared if inner_of(each) != [optimizer]]
 
     def finish(self) -> None:
         """Wait for every step in flight, and write all of the telemetry."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 from functools import wraps
 from operator import attrgetter
@@ -22,9 +21,7 @@ from ..optimizer_step import (
     async_stepper_of,
     holds_masters,
     is_splittable,
-    refuse_replaced_owner,
     refuse_unsteppable,
-    replaced,
     stepper_of,
 )
 from ..scaling import parameters_of, stepped
@@ -51,9 +48,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         self.__dict__.get("_attachment", attachment).optimizers.discard(self)
         self._attachment, self._stepper = attachment, stepper or self._stepper
         self.dropped = DroppedBatches()
-        replaced.discard(self.stepped_optimizer)
-        if stepper is not None:
-            stepper.on_replaced = weakref.WeakMethod(self._give_way)
         self.scaler = attachment.scaler if attachment.scales else None
         attachment.optimizers.add(self)
         attachment.boundary.add(self)
@@ -73,13 +67,6 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             # Without a scaler Accelerate never resets the flag of a skip.
             self.scaler, self._is_overflow = attachment.stock_scaler, False
             _change_class(self, AcceleratedOptimizer)
-
-    def _give_way(self) -> None:
-        """Another optimizer owns the parameters: this one is neither stepped nor saved any more."""
-        stepper, self._stepper = self._stepper, None
-        assert stepper is not None
-        self._attachment.forget(self.stepped_optimizer)
-        stepper.close(is_replaced=True)
 
     @property
     def stepped_optimizer(self) -> Optimizer:
@@ -112,11 +99,9 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Step through masters from now on if a trained parameter needs one. ``frozen_too``: or a
         frozen one, since masters are about to be loaded."""
         attachment, inner = self._attachment, self.stepped_optimizer
-        if inner in replaced:
-            return
         if _needs_replica(inner, attachment, frozen_too):
             adopt(self, attachment, frozen_too)
-            attachment.take_over([self])
+            attachment.make_ready([self])
 
     @untraced
     def state_dict(self) -> dict[str, Any]:
@@ -139,9 +124,7 @@ class ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @untraced
     def step(self, closure: Any = None) -> None:
-        """At a boundary check, update the scale, step or skip; elsewhere do nothing. Raises
-        ``OrderError`` if another optimizer has taken over the parameters."""
-        refuse_replaced_owner(self.stepped_optimizer)
+        """At a boundary check, update the scale, step or skip; elsewhere do nothing."""
         attachment = self._attachment
         if not self.gradient_state.sync_gradients:
             return  # Accelerate's looks for a package on disk first

@@ -19,11 +19,6 @@ from .masters import (
 from .mistakes import DroppedBatches as DroppedBatches
 from .observer import Observer as Observer
 from .offloaded import ring_bytes as ring_bytes
-from .owners import (
-    own_parameters as own_parameters,
-    refuse_replaced_owner as refuse_replaced_owner,
-    replaced as replaced,
-)
 from .replica import Replica as Replica
 from .replica_stepper import ReplicaStepper as ReplicaStepper
 from .stepper import (

@@ -2,13 +2,12 @@
 
 Hooks on some parameters and their modules look at the device's memory (:class:`Room`) and say how
 much of it slots may take. Whether a backward is the one before the step is what the caller says
-(``accelerator.accumulate``), and what the last windows were like: as many forwards as two windows
-in a row have had.
+(``accelerator.accumulate``); where it does not, each is taken for that, until forwards have come
+instead of the step.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -51,11 +50,8 @@ class Looks:
         self._is_evaluation = False
         """The forward that runs has no backward. One that has may run modules without gradients,
         too: those that are checkpointed."""
-        self._forwards = self._forwards_before = self._wrong = 0
-        """Forwards in this window and in the last one; how often one came where a step was
-        expected."""
-        self._usual = sys.maxsize
-        """Forwards in a window, once two in a row have had the same number."""
+        self._wrong = 0
+        """How often a forward came where a step was expected."""
 
     def put(self, params: Sequence[Tensor], models: Iterable[Module]) -> None:
         """Look where gradients of some of ``params`` come, and before their modules run; not in
@@ -96,9 +92,7 @@ class Looks:
         with replica.lock:
             self._room.begin()
             self._is_evaluation = not torch.is_grad_enabled()
-            if not self._is_evaluation:
-                self._forwards += counts
-            else:
+            if self._is_evaluation:
                 self.ring.release_free()  # an evaluation may take the memory between two looks
             self._wrong += bool(self.ring.loaded) and counts
             self.ring.drop()
@@ -121,7 +115,7 @@ class Looks:
             return
         with replica.lock:
             self._is_first = False
-            is_last = self.is_last and self._forwards >= self._usual and self._wrong < WRONG
+            is_last = self.is_last and self._wrong < WRONG
             if not is_last and self._room.knows(look):
                 self.ring.release_free()
                 self._room.leave_out()
@@ -141,9 +135,7 @@ class Looks:
     def after_step(self) -> None:
         """The step has ended, or the window was skipped: let go so many slots that the peak does
         not rise until the next forward."""
-        if self._forwards == self._forwards_before:
-            self._usual = self._forwards
-        self._forwards_before, self._forwards, self._is_first = self._forwards, 0, True
+        self._is_first = True
         left = self._room.after_step()
         self.ring.release_free(left if self.are_in_forward else 0)
 

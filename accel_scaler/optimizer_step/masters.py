@@ -79,15 +79,6 @@ class ParameterPair(Placed):
             self.is_master = True
             self.stepped = nn.Parameter(arena.view(memory, slot).copy_(self.target))
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether the parameter differs from its rounded master. Reads both; synchronises."""
-        if not self.is_master:
-            return False
-        rounded = self.stepped.detach().to(self.target.dtype).view(torch.int16)
-        # As integers: NaN is equal to itself, and torch compares float16 five times as slowly.
-        return not torch.equal(rounded, self.target.to(rounded.device).view(torch.int16))
-
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the parameter to its master, whose elements stay where they round to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from math import isclose
 from weakref import WeakKeyDictionary
 
@@ -14,48 +13,39 @@ SAME = 5
 """Edited windows in a row whose scaled norm is the same, after which something has set it."""
 TRIES = 20
 """Norms unlike the one before, after which nobody looks for a constant one any more."""
+TINY = 0.01
+"""Unscaled norms below it are of gradients that were clipped too much: losses seldom have them."""
 LOSING = 2
 """Windows in a row that lose micro-batches: one may be a batch that is dropped on purpose."""
 
 
 class ScaledClips:
-    """Tells torch's own ``clip_grad_norm_`` of gradients that are still scaled.
-
-    Then the scaled norm is ``max_norm`` in each window. Of a linear loss, and after a right clip to
-    ``max_norm * scale``, the unscaled norm is constant: another case once the scale has moved.
-    Until then only the digits tell: ``max_norm`` is a number that somebody has typed.
-    """
+    """Tells torch's own ``clip_grad_norm_`` of gradients that are still scaled: then the scaled
+    norm is ``max_norm`` in each window, and what is left once it is unscaled is tiny."""
 
     def __init__(self) -> None:
         self.tries = TRIES
-        self._seen: WeakKeyDictionary[Optimizer, tuple[float, Counter[float]]] = WeakKeyDictionary()
-        """The scaled norm, and how often it has come at each scale in a row."""
+        self._seen: WeakKeyDictionary[Optimizer, tuple[float, int]] = WeakKeyDictionary()
+        """The scaled norm, and how often it has come in a row."""
 
     def mistake(self, optimizer: Optimizer, scaled: float, scale: float) -> str | None:
         """What to say of the window's gradients, which were written to after the backward;
         ``scaled``: their norm, still multiplied by ``scale``. None: nothing so far."""
-        norm = scaled / scale
-        first, scales = self._seen.get(optimizer, (0.0, Counter()))
+        first, count = self._seen.get(optimizer, (0.0, 0))
         if not isclose(scaled, first, rel_tol=1e-3):
-            self.tries, first, scales = self.tries - 1, scaled, Counter()
-        scales[scale] += 1
-        self._seen[optimizer] = first, scales
-        is_set = len(scales) > 1 or (_is_typed(scaled) and not _is_typed(norm))
-        if not (scaled and is_set and scales.total() >= SAME):
+            self.tries, first, count = self.tries - 1, scaled, 0
+        self._seen[optimizer] = first, count + 1
+        norm = scaled / scale
+        if not 0.0 < norm < TINY or count + 1 < SAME:
             return None
         self.tries = 0
         return (
             f"The gradients of {type(optimizer).__name__} are clipped while they are multiplied by "
-            f"the loss scale: their norm was {scaled:.4g} in {scales.total()} steps, so the "
-            f"unscaled one is {norm:.3g}. Instead of torch.nn.utils.clip_grad_norm_ call "
+            f"the loss scale: their norm was {scaled:.4g} in {SAME} steps, so the unscaled one is "
+            f"{norm:.3g}. Instead of torch.nn.utils.clip_grad_norm_ call "
             f"accelerator.clip_grad_norm_(model.parameters(), {scaled:.4g}), or before it "
             "accelerator.scaler.unscale_(optimizer)."
         )
-
-
-def _is_typed(norm: float) -> bool:
-    """Whether it is a number of two digits, but for rounding."""
-    return isclose(norm, float(f"{norm:.2g}"), rel_tol=1e-4)
 
 
 class DroppedBatches:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -93,33 +92,34 @@ class OffloadedReplica(Replica):
     for :meth:`rest` and reads of state, which wait for a step under way."""
 
     def __init__(self, optimizer: Optimizer, masters: MasterRule) -> None:
-        self._looks: Looks | None = None
+        self._use(torch.device("cpu"))  # until some are to be on another one
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._queue: deque[Stretch] = deque()
         """Stretches of this step that are not loaded yet."""
         self.is_stepping = False
         super().__init__(optimizer, masters)
 
+    def _use(self, device: torch.device) -> None:
+        self.ring = Ring(device)
+        self._looks = Looks(self, self.ring)
+
     # Parts, and where they lie.
 
     def let_go(self) -> None:
         self.rest()
-        if self._looks is not None:
-            self._looks.remove()
+        self._looks.remove()
         if isinstance(self.optimizer.state, WaitingState):
             self.optimizer.state = self.optimizer.state.copy()
         super().let_go()
 
     def follow(self) -> None:
-        self.take_edits()  # while samples are of the memory where the parameters were
+        self.find_edits()  # while samples are of the memory where the parameters were
         self.rest()
         super().follow()
-        own = [pair for pair in self.pairs if pair.is_offloaded]
-        if not own:
-            return
-        rule, device = rule_of(self.optimizer), own[0].target.device
-        if self._looks is None or self.ring.device != device:
-            self._looks = Looks(self, Ring(device))
+        rule, own = rule_of(self.optimizer), [pair for pair in self.pairs if pair.is_offloaded]
+        for device in {pair.target.device for pair in own} - {self.ring.device}:
+            self._looks.remove()
+            self._use(device)
         for pair in own:
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
                 pair.arena.allocate(key)  # on the training thread, before the first step
@@ -128,7 +128,7 @@ class OffloadedReplica(Replica):
 
     def _guard_state(self) -> None:
         state = self.optimizer.state
-        if not isinstance(state, WaitingState) and self._looks is not None:
+        if not isinstance(state, WaitingState):
             self.optimizer.state = WaitingState(self._before_read, state)
 
     def load_state(self, state_dict: dict[str, Any]) -> None:
@@ -146,19 +146,8 @@ class OffloadedReplica(Replica):
         keys = 2 if rule is None else len(rule.keys(group))
         return 4 * pair.target.numel() * (keys + self.masters.takes(pair.target))
 
-    def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
-        """Parts that lie in one host arena each, then the others."""
-        own = [pair for pair in ordered if pair.is_offloaded]
-        limit = self._limit = _block_length(sum(pair.target.numel() for pair in own))
-        for arena in dict.fromkeys(pair.arena for pair in own):
-            mine = sorted((p for p in own if p.arena is arena), key=attrgetter("slot"))
-            begin = 0
-            for end in range(1, len(mine)):
-                if arena.end(mine[end].slot) - arena.offsets[mine[begin].slot] > limit:
-                    yield mine[begin:end]
-                    begin = end
-            yield mine[begin:]
-        yield from super()._cut([pair for pair in ordered if not pair.is_offloaded])
+    def _largest_part(self) -> int:
+        return _block_length(sum(pair.target.numel() for pair in self.pairs if pair.is_offloaded))
 
     @property
     def stretches(self) -> list[Stretch]:
@@ -171,11 +160,11 @@ class OffloadedReplica(Replica):
         lengths = (len(each.arena.memory) * (each.length + ALIGNED) for each in self.stretches)
         return max(lengths, default=0)
 
-    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+    def _parts_of(self, pairs: list[ParameterPair], start: int, limit: int) -> Sequence[Part]:
         """One, or the pieces of a large parameter."""
-        target, limit = pairs[0].target, self._limit
+        target = pairs[0].target
         if not pairs[0].is_offloaded:
-            return super()._parts_of(pairs, start)
+            return super()._parts_of(pairs, start, limit)
         if len(pairs) > 1 or target.numel() <= limit or not is_dense(target):
             return [Stretch(pairs, start, None)]
         begins = range(0, target.numel(), limit)
@@ -212,20 +201,13 @@ class OffloadedReplica(Replica):
     def rest(self) -> None:
         """Let all be at rest in host memory, and the newest there. Waits for copies down."""
         with self.lock:
-            if self._looks is not None:
-                self.ring.settle()
-                self.ring.drop()
-                self.ring.release_free()
-
-    @property
-    def ring(self) -> Ring:
-        """Where some state rests in host memory."""
-        assert self._looks is not None
-        return self._looks.ring
+            self.ring.settle()
+            self.ring.drop()
+            self.ring.release_free()
 
     def _put_looks(self) -> None:
         # Without a model nobody would drop what came up in vain before the next forward.
-        if self._looks is not None and self._models and self.masters.budget != 0:
+        if self.stretches and self._models and self.masters.budget != 0:
             trained = [pair.param for pair in self.ordered if pair.param.requires_grad]
             self._looks.put(trained, self._models)
 
@@ -237,8 +219,7 @@ class OffloadedReplica(Replica):
                 self._put_looks()
 
     def before_backward(self, is_last: bool) -> None:
-        if self._looks is not None:
-            self._looks.is_last = is_last
+        self._looks.is_last = is_last
 
     @torch.no_grad()
     def come_up(self, left: int) -> None:
@@ -265,10 +246,10 @@ class OffloadedReplica(Replica):
         try:
             self._guard_state()
             super().prepare(grads)
-            if self._looks is not None:
-                self._looks.before_step()
-                self._prepare_ring(self.ring, grads)
+            self._looks.before_step()
+            self._prepare_ring(self.ring, grads)
         except BaseException:
+            self.is_doubtful = self.takes_edits
             self.give_back_state()
             raise
 
@@ -281,6 +262,11 @@ class OffloadedReplica(Replica):
             and self._find_keys(stretch)
         ]
         wanted = set(steps)
+        for stretch in self.stretches if self.takes_edits else ():
+            if stretch not in wanted:
+                ring.settle()
+                for pair in stretch.pairs:
+                    pair.refresh()
         for each, slot in list(ring.loaded.items()):
             is_current = each.came_up_at == each.versions and each.keys == [*slot.views]
             if not is_current or each not in wanted:
@@ -300,7 +286,7 @@ class OffloadedReplica(Replica):
 
     def give_back_state(self) -> None:
         super().give_back_state()
-        if self.is_stepping and self._looks is not None:
+        if self.is_stepping:
             self._queue.clear()
             if self.ring.loaded:  # the step has failed
                 self.rest()
@@ -311,10 +297,9 @@ class OffloadedReplica(Replica):
     def skip(self) -> None:
         """A window without a step: what came up is dropped, and nothing stored."""
         with self.lock:
-            if self._looks is not None:
-                self._looks.before_step()
-                self.ring.drop()
-                self._looks.after_step()
+            self._looks.before_step()
+            self.ring.drop()
+            self._looks.after_step()
 
     def step_part(
         self, part: Part, grads: Sequence[Tensor | None], deferred: DeferredUnscale
@@ -331,18 +316,18 @@ class OffloadedReplica(Replica):
             while self._queue and ring.free:
                 ring.load(self._queue.popleft())
             views = ring.begin(part)
+        if self.takes_edits and MASTER in views:  # here, not on the host's cores
+            for pair in part.pairs:
+                take_edits(part.view(views[MASTER], pair), part.cut(pair.target))
         final = self.bring(pairs, [part.cut_gradient(*each) for each in found], deferred)
         params = [
             nn.Parameter(part.view(views[MASTER], p) if p.is_master else part.cut(p.target))
             for p in pairs
         ]
-        for pair, p in zip(pairs, params, strict=True):
-            if pair.is_master and id(pair.param) in self._edited:  # here, not on the host's cores
-                take_edits(p, part.cut(pair.target))
         given = [self._state_in(part, pair, views) for pair in pairs]
         filled = zip(params, given, strict=True)
         state = defaultdict(dict, {p: dict(entry) for p, entry in filled if entry})
-        self.step_these(params, final, {pairs[0].group: range(len(pairs))}, state)
+        self.step_these(params, final, part.group, state)
         for pair, p, entry in zip(pairs, params, given, strict=True):
             if p in state:
                 self._keep(part, pair, p, entry, state[p], views)

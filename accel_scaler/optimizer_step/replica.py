@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, filterfalse, repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -21,17 +21,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ..scaling import (
-    LOW_PRECISION,
-    DeferredUnscale,
-    SentCheck,
-    local,
-    match_layout,
-    nothing_found,
-    parameters_of,
-)
-from .arena import Held
-from .blocks import Run, Scratch, neighbours, rule_of
+from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
+from .arena import Arena, Held
+from .blocks import Run, Scratch, rule_of
 from .masters import (
     MASTER,
     MasterRule,
@@ -52,25 +44,15 @@ PARTS = 32
 SMALLEST_PART, LARGEST_PART = 1 << 19, 1 << 22
 """Elements in a part, unless one parameter alone has more."""
 
-_dtype_of, _is_required = map(attrgetter, ("dtype", "requires_grad"))
-
-
-Calls = list[tuple[int, Run, list[Tensor | None]]]
-"""Groups, runs to be stepped, and their gradients."""
-
 
 class Part:
-    """Pairs that are updated together."""
+    """Pairs that are updated together: neighbours in an arena, and so of one parameter group."""
 
     def __init__(self, pairs: list[ParameterPair], start: int) -> None:
         self.pairs, self.start, self.end = pairs, start, start + len(pairs)
-        found: dict[int, list[int]] = {}
-        for place, pair in enumerate(pairs):
-            found.setdefault(pair.group, []).append(place)
-        self.groups = dict(sorted(found.items()))
-        """The places of each parameter group's pairs, in the optimizer's order of groups."""
-        self.runs: list[tuple[int, list[int], Run]] | None = None
-        """Group, places, and what may step them by a fused kernel; None: not made yet."""
+        self.group = pairs[0].group
+        self.run: Run | None = None
+        """What may step it by a fused kernel; None: not made yet."""
 
 
 class Replica:
@@ -82,8 +64,6 @@ class Replica:
         self.lock = threading.RLock()
         """Held for an update. Another thread that saves holds it, too."""
         refuse_unsteppable(optimizer, masters)
-        self._edited: set[int] = set()
-        """``id`` of parameters that were edited where no version counts."""
         self._ranks: dict[int, int] = {}
         """The order of the parts, by the ``id`` of parameters."""
         self.saved: set[int] = set()
@@ -102,22 +82,20 @@ class Replica:
         """``id(parameter)`` -> how many parts must be done for it."""
         self.has_masters = self.is_sharded = False
         self.copy: Any = None
-        self.is_doubtful = False
-        """Masters were loaded, and the model perhaps not yet, or a step has failed: until the next
-        step all of it is compared."""
+        self.is_doubtful = self.takes_edits = False
+        """Parameters may be other than their rounded masters: they were edited, masters were loaded
+        and the model perhaps not yet, or a step has failed. So the next step, or this one, compares
+        all."""
         self._scratch = Scratch()
-        self._spot_check = SpotCheck((), set())
+        self._spot_check = SpotCheck(())
         self._layout: object = None
         """What :meth:`_layout_of` said at the last :meth:`follow`."""
         self._shared: Held | None = None
         """The optimizer's state, when it was last shared."""
-        self._stepped: list[Any] = []
-        """For each key of the optimizer's state the stepped parameter; the key itself where it
-        belongs to no pair."""
+        self._entries = 0
+        """How many entries of state the copy was given for this step."""
         self._keys: list[tuple[bool, tuple[str, ...]]] = []
         """Per group, when the state was last shared: (has a kernel, keys of state)."""
-        self._launched: Calls = []
-        """What :meth:`launch` has called last."""
 
     def is_current(self) -> bool:
         """Whether there is nothing for :meth:`follow` to do."""
@@ -125,31 +103,26 @@ class Replica:
         return not self.saved and self._layout_of(params) == self._layout
 
     def _layout_of(self, params: list[Tensor]) -> object:
-        """The groups' sizes; each parameter, its address and length (its pair keeps the memory, so
-        no other comes to lie there), and its layout if it is not contiguous; which are trained, if
-        some may need a master."""
-        sharded = bool(params) and hasattr(params[0], "to_local")
-        held = [local(p.detach()) for p in params] if sharded else params
+        """Per group of each parameter, its memory (which its pair keeps, so no other comes to lie
+        there), and whether it is trained, if some may need a master."""
         # float16 is refused without a master, once it is trained.
         low = self.masters.dtypes | {torch.float16}
-        may_need_masters = self.masters.on_host or not low.isdisjoint(map(_dtype_of, held))
-        frozen_ones = filterfalse(_is_required, params) if may_need_masters else ()
+        is_sharded = any(hasattr(p, "to_local") for p in params[:1])
+        may_need_masters = self.masters.on_host or any(p.dtype in low for p in params)
+        held = [local(p.detach()) for p in params] if is_sharded else params
         return (
             [len(group["params"]) for group in self.optimizer.param_groups],
-            list(map(id, params)),
-            list(map(Tensor.data_ptr, held)),
-            list(map(Tensor.numel, held)),
-            [(p.size(), p.stride()) for p in filterfalse(Tensor.is_contiguous, held)],
-            may_need_masters and [*map(_is_required, params), *map(is_stepped, frozen_ones)],
+            [
+                (id(p), t.data_ptr(), t.size(), t.stride())
+                for p, t in zip(params, held, strict=True)
+            ],
+            may_need_masters and list(map(is_stepped, params)),
         )
 
     def may_have_masters(self) -> bool:
         """Whether some have masters now, or after :meth:`follow`: one may be unfrozen."""
-        params, low = parameters_of(self.optimizer), self.masters.dtypes
-        return self.has_masters or (
-            not low.isdisjoint(map(_dtype_of, params))
-            and not low.isdisjoint(map(_dtype_of, filter(is_stepped, params)))  # a Python loop
-        )
+        takes, params = self.masters.takes, parameters_of(self.optimizer)
+        return self.has_masters or any(takes(p) and is_stepped(p) for p in params)
 
     def follow(self) -> None:
         """Take over new groups and moved or resized parameters."""
@@ -160,7 +133,7 @@ class Replica:
         self._layout, self.saved = self._layout_of(parameters_of(self.optimizer)), set()
         self._make_copy()
         self._split()
-        self._spot_check = SpotCheck(self.pairs, self._edited)
+        self._spot_check = SpotCheck(self.pairs, self._spot_check.may_miss)
         self._shared = None
 
     def order_by(self, params: Iterable[Tensor]) -> None:
@@ -188,12 +161,16 @@ class Replica:
     def _split(self) -> None:
         """Cut the pairs into parts, in the model's order."""
         self.rest()  # other parts know nothing of copies under way
-        ranks, last = self._ranks, len(self._ranks)
-        ordered = sorted(self.pairs, key=lambda p: ranks.get(id(p.param), last))
+        ranks, last, limit = self._ranks, len(self._ranks), self._largest_part()
+        by_arena: dict[Arena, list[ParameterPair]] = {}
+        for pair in self.pairs:
+            by_arena.setdefault(pair.arena, []).append(pair)
+        cut = [some for mine in by_arena.values() for some in _neighbours(mine, limit)]
+        cut.sort(key=lambda some: min(ranks.get(id(pair.param), last) for pair in some))
         self.parts, self.ordered = [], []
-        for pairs in self._cut(ordered):
-            self.parts.extend(self._parts_of(pairs, len(self.ordered)))
-            self.ordered.extend(pairs)
+        for some in cut:
+            self.parts.extend(self._parts_of(some, len(self.ordered), limit))
+            self.ordered.extend(some)
         ordered = self.ordered
         self.params = [pair.param for pair in ordered]
         self.part_of = {
@@ -204,18 +181,12 @@ class Replica:
         self.has_masters = any(pair.is_master for pair in ordered)
         self.is_sharded = any(hasattr(pair.param, "to_local") for pair in ordered)
 
-    def _cut(self, ordered: list[ParameterPair]) -> Iterator[list[ParameterPair]]:
-        """The pairs of each part."""
-        sizes = [pair.stepped.numel() for pair in ordered]
-        size = min(max(sum(sizes) // PARTS, SMALLEST_PART), LARGEST_PART)
-        begin = have = 0
-        for end, length in enumerate(sizes, 1):
-            have += length
-            if end == len(ordered) or have >= size:
-                yield ordered[begin:end]
-                begin, have = end, 0
+    def _largest_part(self) -> int:
+        """Elements in a part, unless one parameter alone has more."""
+        elements = sum(pair.target.numel() for pair in self.pairs)
+        return min(max(elements // PARTS, SMALLEST_PART), LARGEST_PART)
 
-    def _parts_of(self, pairs: list[ParameterPair], start: int) -> Sequence[Part]:
+    def _parts_of(self, pairs: list[ParameterPair], start: int, limit: int) -> Sequence[Part]:
         return [Part(pairs, start)]
 
     def size_of(self, pair: ParameterPair) -> int:
@@ -231,12 +202,14 @@ class Replica:
         refuse_replaced(self.optimizer)
         state = self.optimizer.state
         self._lay_out(state)
-        self.copy.state = defaultdict(dict, zip(self._stepped, state.values(), strict=True))
+        stepped_of = {id(pair.param): pair.stepped for pair in self.pairs}
+        entries = {stepped_of.get(id(key), key): entry for key, entry in state.items()}
+        self.copy.state, self._entries = defaultdict(dict, entries), len(entries)
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
-            for key in own.keys() - group.keys():
-                del own[key]
-            own.update({k: frozen(v) for k, v in group.items() if k != "params"})
+            params = own["params"]
+            own.clear()
+            own.update({k: frozen(v) for k, v in group.items() if k != "params"}, params=params)
 
     def give_back_state(self) -> None:
         """Give the optimizer the state that a step has made, and keep none: a script may take it
@@ -244,10 +217,10 @@ class Replica:
         if self.copy is None:
             return
         state, made = self.optimizer.state, self.copy.state
-        for pair in self.pairs if len(made) > len(self._stepped) else ():
+        for pair in self.pairs if len(made) > self._entries else ():
             if pair.param not in state and (entry := made.get(pair.stepped)):
                 state[pair.param] = entry
-        self._launched, self.copy.state = [], defaultdict(dict)
+        self.copy.state = defaultdict(dict)
 
     def _lay_out(self, state: dict[Any, Any]) -> None:
         """Let pairs step the optimizer's ``state`` as it is now."""
@@ -256,15 +229,13 @@ class Replica:
         values = _values_of(state)
         if keys == self._keys and shared is not None and shared.is_current([*state], values):
             return
-        stepped_of = {id(pair.param): pair.stepped for pair in self.pairs}
-        self._stepped = [stepped_of.get(id(key), key) for key in state]
         for arena in {pair.arena for pair in self.pairs}:
             arena.renew_counts()
         for pair in self.pairs:
             self._move_entry(pair, state.get(pair.param, {}))
         self._shared, self._keys = Held([*state], _values_of(state), repeat(True)), keys
         for part in self.parts:
-            part.runs = None
+            part.run = None
 
     def _move_entry(self, pair: ParameterPair, entry: dict[str, Any]) -> None:
         """Convert one parameter's state to the tensors that its pair steps with: shards, or for a
@@ -294,29 +265,36 @@ class Replica:
         self._shared, self.is_doubtful = None, True
         self.give_back_state()
 
-    def take_edits(self) -> list[Tensor]:
-        """Before a step, while the model has the masters' values: copy to the masters all edits
-        that no version counts (``p.data``). Returns the edited parameters, unless any may be.
+    def find_edits(self) -> bool:
+        """While the model has the masters' values, look for edits that no version counts
+        (``p.data``). Returns whether there are some for the first time.
 
         Reads samples of all masters and parameters. Synchronises with the device.
         """
         with self.lock:
             if self.is_doubtful:
-                self.refresh(self.pairs)
-                return []
-            edited = self._spot_check.find()
-            self.refresh(edited)
-            return [pair.param for pair in edited]
+                return False
+            had_some = self._spot_check.may_miss
+            self.is_doubtful = had_some or self._spot_check.find()
+            return self.is_doubtful and not had_some
 
-    def refresh(self, pairs: Sequence[ParameterPair]) -> None:
-        """Let the masters of edited parameters take their values."""
-        if not pairs:  # nearly always
-            return
-        with self.lock:
-            self.rest()
-            for pair in pairs:
+    def begin_update(self) -> None:
+        """On the thread that steps: if some may be edited, let masters take the values of
+        parameters; those in host memory do while they are stepped."""
+        self.takes_edits, self.is_doubtful = self.is_doubtful, False
+        for pair in self.pairs if self.takes_edits else ():
+            if not pair.is_offloaded:
                 pair.refresh()
-            self._spot_check.note(pairs)
+
+    def take_edits(self) -> None:
+        """If some may be edited, let masters take the values of parameters, where they rest."""
+        with self.lock:
+            if self.is_doubtful:
+                self.rest()
+                for pair in self.pairs:
+                    pair.refresh()
+                self._spot_check.note()
+                self.is_doubtful = False
 
     # What only state in host memory needs.
 
@@ -337,56 +315,18 @@ class Replica:
     ) -> None:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
-        calls = self._calls_of(part, grads)
-        if calls and all(run.takes(mine) for _, run, mine in calls):
-            self._call_runs(calls, deferred, publishes=True)
+        kind, rule = type(self.optimizer), rule_of(self.optimizer)
+        group = self.copy.param_groups[part.group]
+        if rule is not None and part.run is None:
+            part.run = Run(part.pairs, rule, group, self.copy, self._scratch)
+        if (run := part.run) is not None and run.takes(grads):
+            whole = not deferred and run.takes(grads, whole=True)
+            run.step(kind, group, grads, deferred, publishes=True, whole=whole)
             return
         params, final = [p.stepped for p in part.pairs], self.bring(part.pairs, grads, deferred)
-        self.step_these(params, final, part.groups, self.copy.state)
+        self.step_these(params, final, part.group, self.copy.state)
         for pair in part.pairs:
             pair.publish()
-
-    def _calls_of(self, part: Part, grads: Sequence[Tensor | None]) -> Calls:
-        runs = self._runs_of(part)
-        return [(number, run, [grads[i] for i in places]) for number, places, run in runs]
-
-    def _call_runs(
-        self,
-        calls: Calls,
-        deferred: DeferredUnscale,
-        publishes: bool = False,
-        sent: SentCheck | None = None,
-    ) -> None:
-        for number, run, mine in calls:
-            kind, group = type(self.optimizer), self.copy.param_groups[number]
-            whole = not deferred and run.takes(mine, whole=True)
-            run.step(kind, group, mine, deferred, publishes=publishes, whole=whole, sent=sent)
-
-    def can_launch(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> bool:
-        """Whether :meth:`launch` may be called after :meth:`prepare`: kernels do all of the step,
-        and nothing is multiplied in place, which a second try would do again."""
-        parts = [(part, grads[part.start : part.end]) for part in self.parts]
-        self._launched = [call for part, mine in parts for call in self._calls_of(part, mine)]
-        in_place = deferred and not all(g is None or g.dtype in LOW_PRECISION for g in grads)
-        return (
-            all(self._runs_of(part) for part in self.parts)
-            and all(run.takes(mine) for _, run, mine in self._launched)
-            and not (in_place or self.is_doubtful or self.is_sharded)
-            and self._spot_check.can_send
-        )
-
-    def launch(self, deferred: DeferredUnscale, sent: SentCheck) -> SentCheck:
-        """Enqueue the update of all parts with the gradients of :meth:`can_launch`. It moves
-        nothing where the returned check fails: where ``sent`` does, or a parameter was edited
-        unseen. Does not synchronise."""
-        both = self._spot_check.send(sent)
-        self._call_runs(self._launched, deferred, sent=both)
-        return both
-
-    def publish_launched(self) -> None:
-        """Write masters' new values to the model, after a :meth:`launch` that has moved them."""
-        for _, run, grads in self._launched:
-            run.publish(grads)
 
     def bring(
         self,
@@ -405,36 +345,16 @@ class Replica:
         deferred.apply(scaled)
         return final
 
-    def _runs_of(self, part: Part) -> list[tuple[int, list[int], Run]]:
-        """What may step a part by calls of a fused kernel; []: none is known."""
-        rule = rule_of(self.optimizer)
-        if rule is None:
-            return []
-        if part.runs is None:
-            part.runs = []
-            for number, places in part.groups.items():
-                group = self.copy.param_groups[number]
-                for some in neighbours(part.pairs, places):
-                    pairs = [part.pairs[place] for place in some]
-                    run = Run(pairs, rule, group, self.copy, self._scratch)
-                    part.runs.append((number, some, run))
-        return part.runs
-
     def step_these(
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        groups: Mapping[int, Sequence[int]],
+        group: int,
         state: dict[Any, Any],
     ) -> None:
-        """The optimizer's own step on ``params`` and their ``state``. ``groups``: the places of
-        each group's parameters among them."""
+        """The optimizer's own step on ``params``, of one ``group``, and their ``state``."""
         copy, whole, states = self.copy, self.copy.param_groups, self.copy.state
-        copy.state = state
-        copy.param_groups = [
-            {**whole[number], "params": [params[place] for place in places]}
-            for number, places in groups.items()
-        ]
+        copy.state, copy.param_groups = state, [{**whole[group], "params": list(params)}]
         try:
             # Apart: torch's fused SGD takes no momentum beside parameters that have none yet.
             new = {
@@ -463,6 +383,18 @@ class Replica:
             return step(copy)
         finally:
             del copy.grad_scale, copy.found_inf
+
+
+def _neighbours(pairs: list[ParameterPair], limit: int) -> Iterator[list[ParameterPair]]:
+    """All ``pairs`` of one arena, in pieces of at most ``limit`` elements there, unless one alone
+    has more."""
+    pairs, begin = sorted(pairs, key=attrgetter("slot")), 0
+    arena = pairs[0].arena
+    for end in range(1, len(pairs)):
+        if arena.end(pairs[end].slot) - arena.offsets[pairs[begin].slot] > limit:
+            yield pairs[begin:end]
+            begin = end
+    yield pairs[begin:]
 
 
 def exact(key: str, value: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,22 +24,18 @@ from ..scaling import (
     DeferredUnscale,
     Gathered,
     ParameterNames,
-    SentCheck,
     local,
     parameters_of,
     reduce_partial_gradients,
 )
-from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of
+from .masters import MASTER, MasterRule, is_ours, is_stepped, keys_of, without_master
 from .offloaded import OffloadedReplica
-from .owners import own_parameters
 from .replica import Replica
-from .state_dicts import StateDictHooks
+from .state_dicts import give_state_back, with_masters
 from .stepper import (
     Stepper,
     StepTiming,
     async_stepper_of,
-    has_state,
-    is_replaced,
     register,
     unregister,
 )
@@ -55,7 +50,6 @@ class ReplicaStepper(Stepper):
     Args:
         masters: which parameters are stepped through float32 masters.
         parameter_names: names parameters in errors.
-        holder: the object that calls :meth:`close`; None: nothing tells whether it is gone.
     """
 
     optimizer: Optimizer
@@ -66,42 +60,48 @@ class ReplicaStepper(Stepper):
         masters: MasterRule,
         *,
         parameter_names: ParameterNames | None = None,
-        holder: object | None = None,
     ) -> None:
-        _close_left(async_stepper_of(optimizer))
+        if async_stepper_of(optimizer) is not None:
+            raise OrderError(
+                f"this {type(optimizer).__name__} is stepped by an AsyncOptimizer or an attached "
+                "accelerator already; close() or detach() that one first, or make another "
+                f"{type(optimizer).__name__}."
+            )
         self.optimizer = optimizer
         self.parameter_names = parameter_names or ParameterNames()
         self.replica = (OffloadedReplica if masters.on_host else Replica)(optimizer, masters)
         self._refuse_overlapping()
-        self._holder = None if holder is None else weakref.ref(holder)
-        self.on_replaced: weakref.WeakMethod[Callable[[], None]] | None = None
-        """Called where another optimizer takes the parameters over; it has to call :meth:`close`
-        with ``is_replaced``."""
         self.steps = 0
         """Updates so far."""
         self.is_closed = False
         self._versions: list[int] = []
         """With masters: the version of each parameter, in the optimizer's order, when it last was
         its rounded master."""
-        self._logged_edits = False
-        self._launched: tuple[list[Tensor | None], SentCheck, StepTiming] | None = None
-        """Between :meth:`launch` and :meth:`conclude`: the gradients, and what decides."""
+        self._handles: list[Any] = []
+        """Of torch's hooks around ``state_dict`` and ``load_state_dict``."""
+        self._loading: Any = None
+        """The state dict that is being loaded."""
         register(self)
         try:
-            self._hooks = StateDictHooks(self)
+            self._add_hooks(optimizer, self._handles.append)
         except BaseException:
-            unregister(optimizer)
+            self._leave_optimizer()
             raise
+
+    def _add_hooks(self, optimizer: Optimizer, add: Callable[[Any], None]) -> None:
+        add(optimizer.register_state_dict_pre_hook(self._before_saving))
+        add(optimizer.register_state_dict_post_hook(self._after_saving))
+        last = optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        add(last)
+        self._last = last.id
+        # Before the user's, which see the state.
+        after = self._after_loading
+        add(optimizer.register_load_state_dict_post_hook(after, prepend=True))
 
     def _refuse_overlapping(self) -> None:
         takes = self.replica.masters.takes
         params = [p for p in parameters_of(self.optimizer) if is_stepped(p) and takes(p)]
         refuse_overlapping(self.optimizer, params, self.parameter_names)
-
-    @property
-    def is_left(self) -> bool:
-        """Its holder is gone and has not closed it."""
-        return self._holder is not None and self._holder() is None
 
     def watch(self, model: Module) -> None:
         """``model`` is about to be trained, and may have parameters of the optimizer."""
@@ -142,7 +142,6 @@ class ReplicaStepper(Stepper):
         self._refuse_overlapping()
         self.replica.follow()
         self._note_versions()
-        own_parameters(self)
 
     def _note_versions(self) -> None:
         pairs = self.replica.pairs if self.replica.has_masters else ()
@@ -151,31 +150,28 @@ class ReplicaStepper(Stepper):
     def _follow_edits(self) -> None:
         known = self._versions
         self._note_versions()
-        if known == self._versions:
-            return
-        versions = zip(self.replica.pairs, self._versions, known, strict=False)
-        self.replica.refresh([pair for pair, now, before in versions if now != before])
+        if known != self._versions:
+            self.replica.is_doubtful = True
 
-    def follow_unseen_edits(self) -> None:
-        """Copy edits made through ``.data`` to the masters, as a step does, before these are
-        read."""
+    def take_edits(self) -> None:
+        """Let masters take all edits of the model before they are read."""
         with torch.inference_mode(False):
-            self._take_edits()
+            self._find_edits()
+            self.replica.take_edits()
 
     def _begin_update(self) -> None:
         """On the thread that steps: let masters take edits before they overwrite the model."""
-        self._take_edits()
-        self.replica.is_doubtful = False
+        self._find_edits()
+        self.replica.begin_update()
 
-    def _take_edits(self) -> None:
-        edited = self.replica.take_edits() if self.replica.has_masters else []
-        if edited and not self._logged_edits:
-            self._logged_edits = True
+    def _find_edits(self) -> None:
+        if self.replica.has_masters and self.replica.find_edits():
             logger.warning(
-                "%s changed where torch counts no version (.data). The float32 copy (master) has "
-                "taken the new values, but of large tensors only a sample is compared: write "
-                "`with torch.no_grad(): p.copy_(...)`, which is always seen. (Logged once.)",
-                self._names(edited),
+                "parameters of %s changed where torch counts no version (.data). Their float32 "
+                "copies (masters) take the new values, but of large tensors only a sample had been "
+                "compared: write `with torch.no_grad(): p.copy_(...)`, which is always seen. From "
+                "now on each step compares all of them.",
+                type(self.optimizer).__name__,
             )
 
     # The step.
@@ -213,38 +209,6 @@ class ReplicaStepper(Stepper):
                 "Make another AsyncOptimizer, or prepare the optimizer again."
             )
         self.refresh()
-
-    @torch.no_grad()
-    def launch(
-        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
-    ) -> bool:
-        if self._step_hooks("post") or self.replica.masters.on_host or is_replaced(self.optimizer):
-            return False
-        self._get_ready()
-        grads, self._launched = [p.grad for p in self.replica.params], None
-        if self.reads_beside or not has_state(self.optimizer):
-            return False
-        try:
-            self.replica.prepare(grads)
-            if self.replica.can_launch(grads, deferred):
-                self.timing = timing = StepTiming(time.perf_counter(), inline=True)
-                self._launched = grads, self.replica.launch(deferred, sent), timing
-        finally:
-            if self._launched is None:
-                self.replica.give_back_state()
-        return self._launched is not None
-
-    @torch.no_grad()
-    def conclude(self, has_moved: bool) -> bool:
-        assert self._launched is not None
-        (grads, check, timing), self._launched = self._launched, None
-        has_moved = has_moved and check.is_finite
-        if has_moved:
-            self.steps += 1
-            self.replica.publish_launched()
-            self.optimizer.__dict__["_opt_called"] = True
-        self._end_update(grads if has_moved else [None] * len(grads), timing)
-        return has_moved
 
     @torch.no_grad()
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
@@ -316,65 +280,67 @@ class ReplicaStepper(Stepper):
         for hook in hooks:
             hook(self.optimizer, (self.optimizer,), {})
 
-    # Loading and closing.
+    # Saving, loading and closing.
 
-    def begin_loading(self, state_dict: dict[str, Any]) -> None:
-        """Before the optimizer loads ``state_dict``: make room for masters, also where a parameter
-        is frozen and may be trained again."""
+    def _before_saving(self, optimizer: Optimizer) -> None:
+        self.synchronize()
+        self.refresh()  # a model that was loaded after its masters
+        self.take_edits()
+        self.replica.rest()
+
+    def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return with_masters(state_dict, self.replica.pairs)
+
+    def _before_loading(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Make room for masters, also where a parameter is frozen and may be trained again, and
+        leave to torch what is not ours."""
         self.synchronize()
         # Not strict: torch refuses a state dict of another number of parameters.
-        params = zip(keys_of(state_dict), parameters_of(self.optimizer), strict=False)
+        params = zip(keys_of(state_dict), parameters_of(optimizer), strict=False)
         entries = state_dict["state"]
         self.replica.saved = {id(p) for key, p in params if MASTER in entries.get(key, {})}
         self.refresh()
+        self._loading = state_dict
+        keyed = zip(keys_of(state_dict), self.replica.pairs, strict=False)
+        # torch would cast to the parameter's dtype and device, which is not where it lives here.
+        ours = {key for key, pair in keyed if is_ours(pair)}
+        if ours and next(reversed(optimizer._optimizer_load_state_dict_pre_hooks)) != self._last:
+            raise UnsupportedError(
+                "load_state_dict: a pre-hook was registered after prepare() or AsyncOptimizer(), "
+                "and would not see the state, which goes into float32 copies (masters). Register "
+                "it before, or change the state dict before it is loaded."
+            )
+        rest = {key: without_master(entry) for key, entry in entries.items() if key not in ours}
+        return {**state_dict, "state": rest}
 
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """After the optimizer has loaded ``state_dict``: load masters and their state from it.
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        """Load masters and their state. A saved ``master`` counts as far as it rounds to the
+        model's present parameter."""
+        loaded, self._loading = self._loading, None
+        if loaded is not None:
+            with torch.inference_mode(False):
+                self.replica.load_state(loaded)
+                self._note_versions()
+            self.refresh()
 
-        A saved ``master`` counts as far as it rounds to the model's present parameter.
-        """
-        with torch.inference_mode(False):
-            self.replica.load_state(state_dict)
-            self._note_versions()
-        self.refresh()
-
-    def close(self, is_replaced: bool = False) -> None:
-        """Give the optimizer back to torch: its state is as torch has it. ``is_replaced``: nothing
-        steps it now, so its state stays where it is."""
+    def close(self) -> None:
+        """Give the optimizer back to torch: its state is as torch has it."""
         if self.is_closed:
             return
         self.is_closed = True
-        unregister(self.optimizer)
         try:
-            if not is_replaced:
-                self._hooks.give_state_back()
+            give_state_back(self.optimizer, self.replica.pairs)
         finally:
-            self._hooks.remove()
-            del self._hooks  # a cycle would keep the masters until it is collected
+            self._leave_optimizer()
             self.replica.let_go()
             self._versions = []
 
-    def give_way(self) -> None:
-        """Another optimizer owns the parameters from now on: close this one."""
-        owner = None if self.on_replaced is None else self.on_replaced()
-        if owner is None:
-            self.close(is_replaced=True)
-        else:
-            owner()
+    def _leave_optimizer(self) -> None:
+        unregister(self.optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _names(self, params: Sequence[Tensor]) -> str:
         names = self.parameter_names.of(params[:MAX_NAMES], self.optimizer)
         return listed(names, len(params)) or "none"
-
-
-def _close_left(stepper: Stepper | None) -> None:
-    """Close the stepper that an optimizer has, if its holder is gone. Raises ``OrderError`` where
-    it is in use."""
-    if stepper is None:
-        return
-    if not (isinstance(stepper, ReplicaStepper) and stepper.is_left):
-        raise OrderError(
-            f"this {type(stepper.optimizer).__name__} is stepped by an AsyncOptimizer or an "
-            "attached accelerator already; close() or detach() that one first."
-        )
-    stepper.close()

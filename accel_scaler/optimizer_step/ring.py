@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..devices import on_stream, present_stream
+from ..devices import is_host, on_stream, present_stream
 from .arena import ALIGNED
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.up, self.down = copy_streams(device)
+        streams: Sequence[Any] = (None, None) if is_host(device) else copy_streams(device)
+        self.up, self.down = streams
         self.free: list[Slot] = []
         """Slots that hold nothing; the first was stored first."""
         self.loaded: dict[Stretch, Slot] = {}

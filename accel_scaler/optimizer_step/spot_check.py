@@ -7,125 +7,67 @@ not. An unedited parameter is, bit for bit, its rounded master.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..scaling import SentCheck, send_flag
 from .arena import flat, is_dense
 from .masters import ParameterPair
 
-RUN, STRIDE = 16, 2048
-"""Of every ``STRIDE`` elements of a large tensor the first ``RUN`` are compared, a cache line."""
+STRIDE = 256
+"""Of so many elements of a large tensor one is compared."""
 
 MAX_WHOLE = 4096
 """Elements up to which all of a tensor is compared."""
 
 
 class SpotCheck:
-    """Samples of parameters and of their masters, for all ``pairs`` that have a master.
-
-    An edit of ``STRIDE`` elements in a row is always found. An edited tensor is compared whole from
-    then on: a clamp in each window often writes to few elements.
-    ``edited`` has the ``id`` of each; :meth:`find` adds to it.
-    """
-
-    def __init__(self, pairs: Sequence[ParameterPair], edited: set[int]) -> None:
-        self._pairs = [pair for pair in pairs if pair.is_master and pair.target.numel()]
-        self._edited = edited
-        alike: dict[object, list[ParameterPair]] = {}
-        for pair in self._pairs:
-            target = pair.target
-            if pair.stepped.stride() == target.stride() and is_dense(target):
-                is_large = target.numel() > MAX_WHOLE
-                kind = is_large, target.dtype, target.device, pair.is_offloaded
-                alike.setdefault(kind, []).append(pair)
-            else:
-                edited.add(id(pair.param))
-        self._samples = [_Samples(mine) for mine in alike.values()]
-
-    @torch.no_grad()
-    def find(self) -> list[ParameterPair]:
-        """Pairs whose parameter is not its rounded master; of those in host memory the samples
-        alone are compared. Waits for the device."""
-        found = {id(pair) for samples in self._samples for pair in samples.find()}
-        edited = [
-            pair
-            for pair in (self._pairs if found or self._edited else ())
-            if id(pair) in found
-            or (id(pair.param) in self._edited and not pair.is_offloaded and pair.is_edited)
-        ]
-        self._edited.update(id(pair.param) for pair in edited)
-        return edited
-
-    @property
-    def can_send(self) -> bool:
-        """Whether samples tell of all edits."""
-        return not self._edited
-
-    @torch.no_grad()
-    def send(self, sent: SentCheck) -> SentCheck:
-        """``sent``, or a check that also fails where a parameter is not its rounded master. Does
-        not synchronise."""
-        if not self._samples:
-            return sent
-        unlike = [torch.ne(*samples.both()).any().float() for samples in self._samples]
-        return send_flag(torch.stack([sent.found_inf, *unlike]).amax())
-
-    @torch.no_grad()
-    def note(self, pairs: Iterable[ParameterPair] | None = None) -> None:
-        """The parameters of ``pairs`` are their rounded masters; None: of all, as a step has just
-        ended."""
-        chosen = None if pairs is None else set(map(id, pairs))
-        for samples in self._samples:
-            samples.note(chosen)
-
-
-class _Samples:
-    """Views of samples of pairs alike in dtype and device: made once, joined to be compared.
+    """Samples of parameters and of their masters, for all ``pairs`` that have a master: views, made
+    once, joined to be compared. An edit of ``STRIDE`` elements in a row is always found.
 
     Masters in host memory may still be on their way there. Those samples are compared with what the
-    parameters were after the step.
+    parameters were when they were noted.
     """
 
-    def __init__(self, pairs: Sequence[ParameterPair]) -> None:
-        self._pairs, self._dtype = pairs, pairs[0].target.dtype
-        self._after_step: Tensor | None = None
-        self._masters = [_sample(pair.stepped.detach()) for pair in pairs]
-        # As integers: NaN is equal to itself, and autocast does not look at them.
-        self._targets = [_sample(pair.target).view(torch.int16) for pair in pairs]
+    def __init__(self, pairs: Sequence[ParameterPair], may_miss: bool = False) -> None:
+        pairs = [pair for pair in pairs if pair.is_master and pair.target.numel()]
+        self.may_miss = may_miss or any(not is_dense(pair.target) for pair in pairs)
+        """Samples do not tell of all edits that are to be expected: some memory has gaps, or an
+        edit was found, since a clamp in each window often writes to few elements."""
+        alike: dict[object, list[ParameterPair]] = {}
+        for pair in filter(lambda pair: is_dense(pair.target), pairs):
+            kind = pair.target.dtype, pair.target.device, pair.is_offloaded
+            alike.setdefault(kind, []).append(pair)
+        self._alike = list(alike.values())
+        self._masters = [[_sample(pair.stepped.detach()) for pair in mine] for mine in self._alike]
+        self._targets = [[_sample(pair.target) for pair in mine] for mine in self._alike]
         self.note()
 
-    def note(self, chosen: set[int] | None = None) -> None:
-        if not self._pairs[0].is_offloaded:
-            return
-        if chosen is None or self._after_step is None:
-            self._after_step = torch.cat(self._targets)
-            return
-        parts = torch.split(self._after_step, list(map(len, self._targets)))
-        for pair, part, target in zip(self._pairs, parts, self._targets, strict=True):
-            if id(pair) in chosen:
-                part.copy_(target)
+    @torch.no_grad()
+    def note(self) -> None:
+        """All parameters are their rounded masters."""
+        self._noted = [
+            _joined(targets) if mine[0].is_offloaded else None
+            for mine, targets in zip(self._alike, self._targets, strict=True)
+        ]
 
-    def both(self) -> tuple[Tensor, Tensor]:
-        """The masters' samples, rounded, and the parameters', as integers."""
-        rounded = self._after_step
-        if rounded is None:
-            rounded = torch.cat(self._masters).to(self._dtype).view(torch.int16)
-        return rounded, torch.cat(self._targets)
-
-    def find(self) -> list[ParameterPair]:
-        """Pairs of which the parameter's sample is not the master's, rounded."""
-        rounded, now = self.both()
-        if torch.equal(rounded, now):
-            return []
-        parts = torch.split(rounded != now, [len(target) for target in self._targets])
-        return [pair for pair, part in zip(self._pairs, parts, strict=True) if bool(part.any())]
+    @torch.no_grad()
+    def find(self) -> bool:
+        """Whether the sample of some parameter is not its master's, rounded. Waits for the
+        device."""
+        for noted, masters, targets in zip(self._noted, self._masters, self._targets, strict=True):
+            if noted is None:
+                noted = _joined([torch.cat(masters).to(targets[0].dtype)])
+            self.may_miss = self.may_miss or not torch.equal(noted, _joined(targets))
+        return self.may_miss
 
 
 def _sample(t: Tensor) -> Tensor:
-    """Elements of a dense tensor, in its memory's order: shape (n, RUN) of a large one, or (n,)."""
-    if t.numel() <= MAX_WHOLE:
-        return flat(t)
-    return t.as_strided(((t.numel() - RUN) // STRIDE + 1, RUN), (STRIDE, 1))
+    """Elements of a dense tensor, in its memory's order, shape (n,)."""
+    return flat(t)[:: STRIDE if t.numel() > MAX_WHOLE else 1]
+
+
+def _joined(samples: Sequence[Tensor]) -> Tensor:
+    """Of 16 bits, as integers: NaN is equal to itself, and autocast does not look at them."""
+    return torch.cat([sample.view(torch.int16) for sample in samples])

@@ -106,14 +106,9 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "torch refuses to unscale their gradients. Leave master_weights at 'auto', or load "
             "the model in bfloat16 or float32."
         )
-    entries = [optimizer.state.get(p, {}) for p in through if p.dtype is torch.float16]
-    values = [
-        value
-        for entry in entries
-        for key, value in entry.items()
-        # Adagrad has made its first sum in __init__.
-        if key != "momentum_buffer" and (key != "sum" or float(entry.get("step", 0.0)) > 0.0)
-    ]
+    # Adagrad has made its first sum in __init__.
+    entries = [e for p in through if (e := optimizer.state.get(p)) and float(e.get("step", 1)) > 0]
+    values = [e[key] for e in entries for key in e.keys() - {"momentum_buffer"}]
     if any(getattr(value, "dtype", None) is torch.float16 for value in values):
         raise UnsupportedError(
             f"{name} has state in float16, expected float32 for float16 parameters: second moments "
@@ -140,20 +135,21 @@ def _refuse_offload(optimizer: Optimizer, params: Sequence[Tensor], budget: int)
             f"offload_budget is {budget / 2**30:.2f} GiB, expected less than the device's "
             f"{total / 2**30:.2f} GiB. Set a lower one, or leave offload at 'none'."
         )
-    groups = optimizer.param_groups
-    found = [key for key in ("capturable", "differentiable") if any(g.get(key) for g in groups)]
-    devices = list(dict.fromkeys(str(p.device) for p in params))
-    others = list(dict.fromkeys(str(p.dtype) for p in params if p.dtype not in STEPPED))
-    reason = ""
-    if found:
-        reason = f"{found[0]}=True, expected False"
-    elif len(devices) > 1:
-        reason = f"parameters on {' and '.join(devices)}, expected one device"
-    elif others:
-        reason = f"parameters of {', '.join(others)}, expected floats of 32 or 16 bits"
-    if reason:
+    devices = sorted({str(p.device) for p in params})
+    reasons = [
+        f"{key}=True, expected False"
+        for key in ("capturable", "differentiable")
+        if any(group.get(key) for group in optimizer.param_groups)
+    ]
+    reasons += [f"parameters on {' and '.join(devices)}, expected one device"] * (len(devices) > 1)
+    reasons += [
+        f"parameters of {p.dtype}, expected floats of 32 or 16 bits"
+        for p in params
+        if p.dtype not in STEPPED
+    ]
+    if reasons:
         raise UnsupportedError(
-            f"offload='cpu': {type(optimizer).__name__} has {reason}: state is copied to the "
+            f"offload='cpu': {type(optimizer).__name__} has {reasons[0]}: state is copied to the "
             "device stretch by stretch. Change that, or leave offload at 'none'."
         )
 

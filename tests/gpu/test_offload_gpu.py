@@ -286,6 +286,17 @@ def edits(run: Run) -> None:
         run.finish()
 
 
+def edits_what_has_no_gradient(run: Run) -> None:
+    for step in range(STEPS):
+        run.backward(step)
+        if step in (3, 5):
+            weight = run.net.head.weight
+            weight.grad = None
+            with torch.no_grad():
+                (weight if step == 3 else weight.data).mul_(0.5)
+        run.finish()
+
+
 def edits_state(run: Run) -> None:
     """Between the backward, in which it may be up already, and the step."""
     for step in range(STEPS):
@@ -353,7 +364,7 @@ def compiles(run: Run) -> None:
     "play",
     [
         *(accumulates, freezes, leaves_some_out, adds_a_group, edits, edits_state, compiles),
-        *(edits_state_that_it_holds, saves_and_loads),
+        *(edits_what_has_no_gradient, edits_state_that_it_holds, saves_and_loads),
         *(empties_the_cache, lays_gradients_out_otherwise),
     ],
 )
@@ -384,7 +395,7 @@ def test_masters_take_few_elements_of_a_tensor_that_was_edited_before() -> None:
 
 
 @pytest.mark.parametrize("counted", [True, False])
-def test_one_edit_does_not_keep_the_host_busy(
+def test_edits_do_not_keep_the_host_busy(
     counted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, refreshed = Run(dtype=torch.bfloat16, **AUTO), 0
@@ -402,7 +413,7 @@ def test_one_edit_does_not_keep_the_host_busy(
         (weight if counted else weight.data).mul_(0.5)
     for step in range(1, 4):
         run.step(step)
-    assert refreshed == 1
+    assert refreshed == 0
     assert ("torch counts no version" in caplog.text) is not counted
 
 
@@ -520,20 +531,6 @@ def test_after_two_wrong_guesses_nothing_comes_up_early(log: list[str]) -> None:
         run.backward(step + 1)
         run.finish()
     assert [bool(count) for count in counts] == [True, True, False, False]
-
-
-@pytest.mark.usefixtures("memory_counter")
-def test_a_loop_that_accumulates_by_itself_is_learnt(log: list[str]) -> None:
-    run = Run(**AUTO)
-    early = []
-    for window in range(5):
-        for micro in range(3):
-            log.clear()
-            run.backward(3 * window + micro)
-            early.append("load" in log)
-        run.finish()
-    assert not any(early[:6])
-    assert early[9:] == [False, False, True] * 2
 
 
 def after_closing(run: Run) -> dict[str, Tensor]:

@@ -59,7 +59,8 @@ def stand_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "on_stream", lambda stream: nullcontext())
     monkeypatch.setattr(host_memory, "pinned_zeros", zeros)
     monkeypatch.setattr(offloaded, "Ring", ImmediateRing)
-    monkeypatch.setattr(masters, "is_host", lambda device: False)
+    for module in (masters, ring):
+        monkeypatch.setattr(module, "is_host", lambda device: False)
     monkeypatch.setattr(offloaded, "SMALLEST_BLOCK", 64)
     monkeypatch.setattr(offloaded, "BLOCKS", 1 << 30)
 

@@ -137,25 +137,6 @@ def test_one_optimizer_is_wrapped_once_at_a_time(second: Callable[[Any], Any]) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_optimizer_whose_wrapper_was_dropped_is_wrapped_again(
-    late: None, mode: StepMode
-) -> None:
-    """The step in hand is finished first."""
-    w, plain = one(), one()
-    inner, reference = sgd([w], momentum=0.9), sgd([plain], momentum=0.9)
-    for _ in range(3):
-        optimizer = AsyncOptimizer(inner, step_mode=mode)
-        for p, each in ((w, optimizer), (plain, reference)):
-            give(p)
-            each.step()
-        del optimizer, each
-    with AsyncOptimizer(inner):
-        assert torch.equal(w, plain)
-        theirs = reference.state[plain]["momentum_buffer"]
-        assert torch.equal(inner.state[w]["momentum_buffer"], theirs)
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_closure_is_refused_and_takes_nothing(mode: StepMode) -> None:
     w = one()
     with AsyncOptimizer(sgd([w]), step_mode=mode) as optimizer:

@@ -70,16 +70,6 @@ def test_a_clip_of_scaled_gradients_is_named_and_changes_no_number(
     assert f"{INSTEAD}0.5)" in verdict(read_run(path))
 
 
-def test_a_limit_that_nobody_types_is_told_once_the_scale_moves(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """At one scale a constant norm may be that of a linear loss."""
-    for interval, count in ((1000, 0), (6, 1)):
-        a = ours(ScalerConfig(growth_interval=interval))
-        train(a, lambda _, params: clip_grad_norm_(params, 1.2345), 9, is_toy=True)
-        assert len(named(caplog, INSTEAD + "1.23")) == count
-
-
 def by_accelerator(a: Any, params: list[nn.Parameter]) -> None:
     a.clip_grad_norm_(params, 0.5)
 
@@ -119,14 +109,14 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("is_toy", "interval"), [(False, 1000), (True, 1000), (True, 3)])
+@pytest.mark.parametrize("is_toy", [False, True])
 @pytest.mark.parametrize("edit", RIGHT)
 def test_what_is_right_is_not_named(
-    edit: Edit, is_toy: bool, interval: int, caplog: pytest.LogCaptureFixture
+    edit: Edit, is_toy: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also of a loss whose gradient is constant, at one scale and while that grows; all numbers
-    are stock's, of edited gradients, too."""
-    settings = {"growth_interval": interval, "init_scale": SCALE / 4}
+    """Also of a loss whose gradient is constant; all numbers are stock's, of edited gradients,
+    too."""
+    settings = {"growth_interval": 1000, "init_scale": SCALE / 4}
     accelerator = stock()
     accelerator.scaler = torch.amp.GradScaler("cpu", **settings)
     expected = train(accelerator, edit, TRIES + 5, is_toy)

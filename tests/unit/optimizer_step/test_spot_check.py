@@ -1,4 +1,4 @@
-"""Edits through ``.data``: which are found, and that a tensor once edited is compared whole."""
+"""Edits through ``.data``: which are found, and that from then on all is to be compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from accel_scaler.optimizer_step.arena import Arena
 from accel_scaler.optimizer_step.masters import ParameterPair
-from accel_scaler.optimizer_step.spot_check import MAX_WHOLE, RUN, STRIDE, SpotCheck
+from accel_scaler.optimizer_step.spot_check import MAX_WHOLE, STRIDE, SpotCheck
 
 SHAPES = (3,), (), (MAX_WHOLE,), (100, STRIDE), (7, 9), (MAX_WHOLE + 1,)
 
@@ -23,55 +23,39 @@ def pair_of(target: torch.Tensor) -> ParameterPair:
     return ParameterPair(nn.Parameter(target), 0, (True, False))
 
 
-def check_of(pairs: list[ParameterPair], edited: set[int] | None = None) -> SpotCheck:
+def check_of(pairs: list[ParameterPair]) -> SpotCheck:
     for pair in pairs:
         arena = Arena([pair.target], torch.device("cpu"), True)
         pair.place(arena, 0, arena.allocate("master"))
-    return SpotCheck(pairs, set() if edited is None else edited)
+    return SpotCheck(pairs)
 
 
 @pytest.mark.parametrize("place", range(len(SHAPES)))
-def test_the_pair_that_was_edited_is_found(pairs: list[ParameterPair], place: int) -> None:
+def test_an_edit_is_found_and_from_then_on_all_is_to_be_compared(
+    pairs: list[ParameterPair], place: int
+) -> None:
     check = check_of(pairs)
-    assert check.find() == []
+    assert not check.find()
     pairs[place].param.data.mul_(2.0)
-    assert check.find() == [pairs[place]]
     with torch.autocast("cpu", torch.float16):  # a forward begins: torch joins no bfloat16 there
-        assert check.find() == [pairs[place]]
+        assert check.find()
     pairs[place].refresh()
-    assert check.find() == []
+    assert check.may_miss
+    assert not check_of(pairs).find()
 
 
-@pytest.mark.parametrize("size", [100 * STRIDE, MAX_WHOLE + 1, 3 * STRIDE + RUN - 1])
+@pytest.mark.parametrize("size", [100 * STRIDE, MAX_WHOLE + 1, 20 * STRIDE - 1])
 def test_any_run_of_so_many_elements_is_found(size: int) -> None:
     pair = pair_of(torch.zeros(size, dtype=torch.float16))
-    check, flat, last = check_of([pair]), pair.param.data, size - STRIDE
-    for start in (*range(0, last, 4999), last):
-        flat[start : start + STRIDE].fill_(7.0)
-        assert check.find() == [pair], start
-        pair.refresh()
+    for start in (*range(0, size - STRIDE, 499), size - STRIDE):
+        check = check_of([pair])
+        pair.param.data[start : start + STRIDE].fill_(7.0)
+        assert check.find(), start
+        pair.param.data.zero_()
 
 
-def test_one_element_of_a_large_tensor_is_found_once_another_edit_was(
-    pairs: list[ParameterPair],
-) -> None:
-    """What is written in each window is found in full from the first edit on."""
-    check, flat = check_of(pairs), pairs[3].param.data.view(-1)
-    unseen = RUN + 1
-    flat[unseen] = 7.0
-    assert check.find() == []
-    flat[0] = 7.0
-    assert check.find() == [pairs[3]]
-    pairs[3].refresh()
-    flat[unseen] = 8.0
-    assert check.find() == [pairs[3]]
-
-
-def test_a_nan_is_no_edit_and_a_view_with_gaps_is_compared_whole() -> None:
+def test_a_nan_is_no_edit_and_samples_do_not_tell_of_a_view_with_gaps() -> None:
     matrix = torch.zeros(200, 2 * STRIDE, dtype=torch.float16)
-    pairs = [pair_of(matrix[:, :5]), pair_of(matrix.t())]
     matrix[3, 3] = float("nan")
-    check = check_of(pairs)
-    assert check.find() == []
-    matrix[5, 4] = 1.0
-    assert pairs[0] in check.find()
+    assert not check_of([pair_of(matrix.t())]).find()
+    assert check_of([pair_of(matrix[:, :5])]).may_miss

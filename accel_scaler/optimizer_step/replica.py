@@ -21,7 +21,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from ..scaling import DeferredUnscale, local, match_layout, nothing_found, parameters_of
+from ..scaling import (
+    LOW_PRECISION,
+    DeferredUnscale,
+    SentCheck,
+    local,
+    match_layout,
+    nothing_found,
+    parameters_of,
+)
 from .arena import Arena, Held
 from .blocks import Run, Scratch, rule_of
 from .masters import (
@@ -315,11 +323,8 @@ class Replica:
     ) -> None:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
-        kind, rule = type(self.optimizer), rule_of(self.optimizer)
-        group = self.copy.param_groups[part.group]
-        if rule is not None and part.run is None:
-            part.run = Run(part.pairs, rule, group, self.copy, self._scratch)
-        if (run := part.run) is not None and run.takes(grads):
+        if (run := self._run_of(part)) is not None and run.takes(grads):
+            kind, group = type(self.optimizer), self.copy.param_groups[part.group]
             whole = not deferred and run.takes(grads, whole=True)
             run.step(kind, group, grads, deferred, publishes=True, whole=whole)
             return
@@ -327,6 +332,43 @@ class Replica:
         self.step_these(params, final, part.group, self.copy.state)
         for pair in part.pairs:
             pair.publish()
+
+    def _run_of(self, part: Part) -> Run | None:
+        """What may step a part by calls of a fused kernel; None: no such kernel is known."""
+        rule = rule_of(self.optimizer)
+        if rule is not None and part.run is None:
+            group = self.copy.param_groups[part.group]
+            part.run = Run(part.pairs, rule, group, self.copy, self._scratch)
+        return part.run
+
+    def can_launch(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> bool:
+        """Whether :meth:`launch` may be called after :meth:`prepare`: kernels do all of the step,
+        and nothing is multiplied in place, which a second try would do again."""
+        in_place = deferred and not all(g is None or g.dtype in LOW_PRECISION for g in grads)
+        if in_place or self.is_doubtful or self.is_sharded or self._spot_check.may_miss:
+            return False
+        runs = [(self._run_of(part), grads[part.start : part.end]) for part in self.parts]
+        return all(run is not None and run.takes(mine) for run, mine in runs)
+
+    def launch(
+        self, grads: Sequence[Tensor | None], deferred: DeferredUnscale, sent: SentCheck
+    ) -> SentCheck:
+        """Enqueue the update of all parts. It moves nothing where the returned check fails: where
+        ``sent`` does, or a parameter was edited unseen. Does not synchronise."""
+        both = self._spot_check.send(sent)
+        for part in self.parts:
+            run, mine = part.run, grads[part.start : part.end]
+            assert run is not None
+            kind, group = type(self.optimizer), self.copy.param_groups[part.group]
+            whole = not deferred and run.takes(mine, whole=True)
+            run.step(kind, group, mine, deferred, whole=whole, sent=both)
+        return both
+
+    def publish_launched(self, grads: Sequence[Tensor | None]) -> None:
+        """Write masters' new values to the model, after a :meth:`launch` that has moved them."""
+        for part in self.parts:
+            if part.run is not None:
+                part.run.publish(grads[part.start : part.end])
 
     def bring(
         self,

@@ -24,6 +24,7 @@ from ..scaling import (
     DeferredUnscale,
     Gathered,
     ParameterNames,
+    SentCheck,
     local,
     parameters_of,
     reduce_partial_gradients,
@@ -36,6 +37,8 @@ from .stepper import (
     Stepper,
     StepTiming,
     async_stepper_of,
+    has_state,
+    is_replaced,
     register,
     unregister,
 )
@@ -77,6 +80,8 @@ class ReplicaStepper(Stepper):
         self._versions: list[int] = []
         """With masters: the version of each parameter, in the optimizer's order, when it last was
         its rounded master."""
+        self._launched: tuple[list[Tensor | None], SentCheck, StepTiming] | None = None
+        """Between :meth:`launch` and :meth:`conclude`: the gradients, and what decides."""
         self._handles: list[Any] = []
         """Of torch's hooks around ``state_dict`` and ``load_state_dict``."""
         self._loading: Any = None
@@ -209,6 +214,38 @@ class ReplicaStepper(Stepper):
                 "Make another AsyncOptimizer, or prepare the optimizer again."
             )
         self.refresh()
+
+    @torch.no_grad()
+    def launch(
+        self, deferred: DeferredUnscale, sent: SentCheck, gathered: Gathered | None = None
+    ) -> bool:
+        if self._step_hooks("post") or self.replica.masters.on_host or is_replaced(self.optimizer):
+            return False
+        self._get_ready()
+        grads, self._launched = [p.grad for p in self.replica.params], None
+        if self.reads_beside or not has_state(self.optimizer):
+            return False
+        try:
+            self.replica.prepare(grads)
+            if self.replica.can_launch(grads, deferred):
+                self.timing = timing = StepTiming(time.perf_counter(), inline=True)
+                self._launched = grads, self.replica.launch(grads, deferred, sent), timing
+        finally:
+            if self._launched is None:
+                self.replica.give_back_state()
+        return self._launched is not None
+
+    @torch.no_grad()
+    def conclude(self, has_moved: bool) -> bool:
+        assert self._launched is not None
+        (grads, check, timing), self._launched = self._launched, None
+        has_moved = has_moved and check.is_finite
+        if has_moved:
+            self.steps += 1
+            self.replica.publish_launched(grads)
+            self.optimizer.__dict__["_opt_called"] = True
+        self._end_update(grads if has_moved else [None] * len(grads), timing)
+        return has_moved
 
     @torch.no_grad()
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:

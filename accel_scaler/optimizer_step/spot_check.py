@@ -7,11 +7,12 @@ not. An unedited parameter is, bit for bit, its rounded master.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from ..scaling import SentCheck, send_flag
 from .arena import flat, is_dense
 from .masters import ParameterPair
 
@@ -56,11 +57,22 @@ class SpotCheck:
     def find(self) -> bool:
         """Whether the sample of some parameter is not its master's, rounded. Waits for the
         device."""
+        self.may_miss = self.may_miss or not all(torch.equal(*both) for both in self._compared())
+        return self.may_miss
+
+    @torch.no_grad()
+    def send(self, sent: SentCheck) -> SentCheck:
+        """``sent``, or a check that fails, too, where :meth:`find` would find an edit. Does not
+        synchronise."""
+        unlike = [torch.ne(*both).any().float() for both in self._compared()]
+        return send_flag(torch.stack([sent.found_inf, *unlike]).amax()) if unlike else sent
+
+    def _compared(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Samples of masters, rounded, and of their parameters."""
         for noted, masters, targets in zip(self._noted, self._masters, self._targets, strict=True):
             if noted is None:
-                noted = _joined([torch.cat(masters).to(targets[0].dtype)])
-            self.may_miss = self.may_miss or not torch.equal(noted, _joined(targets))
-        return self.may_miss
+                noted = torch.cat(masters).to(targets[0].dtype).view(torch.int16)
+            yield noted, _joined(targets)
 
 
 def _sample(t: Tensor) -> Tensor:

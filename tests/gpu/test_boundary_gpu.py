@@ -106,19 +106,21 @@ WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero"}
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "update"),
+    ("kind", "dtype", "update"),
     [
-        ("adamw", "_fused_adamw_"),
-        ("amsgrad", "_fused_adam_"),
-        ("sgd", "_fused_sgd_"),
-        ("plain sgd", "_fused_sgd_"),
+        ("adamw", FULL, "_fused_adamw_"),
+        ("amsgrad", FULL, "_fused_adam_"),
+        ("sgd", FULL, "_fused_sgd_"),
+        ("plain sgd", FULL, "_fused_sgd_"),
+        ("adamw", LOW, "_fused_adamw_"),
+        ("sgd", LOW, "_fused_sgd_"),
     ],
 )
 def test_the_update_is_enqueued_before_the_host_waits(
-    kind: str, update: str, clip: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, update: str, clip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it waits for nothing else."""
-    training = Training(kind, FULL)
+    """And it waits for nothing else; masters reach the model once the outcome is known."""
+    training = Training(kind, dtype)
     for step in range(STEPS):
         training.backward(step)
         with monkeypatch.context() as patch, Events(patch) as events:
@@ -131,8 +133,10 @@ def test_the_update_is_enqueued_before_the_host_waits(
             continue
         first = names.index("wait")
         assert names.index(update) < first
-        assert names.count("wait") == 1
+        assert names.count("wait") == (1 if dtype is FULL else 2)  # once for both of them
         assert WAITS.isdisjoint(names)
+        copies = [i for i, name in enumerate(names) if name == "_foreach_copy_"]
+        assert (max(copies, default=0) > first) is (dtype is LOW)
 
 
 LAUNCHES = {
@@ -348,13 +352,14 @@ def test_two_optimizers_that_are_clipped_together(
     assert [False, False] in found
 
 
+@pytest.mark.parametrize("dtype", [FULL, LOW])
 def test_an_interrupt_while_the_host_waits_ends_the_window(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The device goes on, so the update is made, once."""
 
     def trained(is_interrupted: bool) -> Training:
-        training = Training("adamw", FULL)
+        training = Training("adamw", dtype)
         for step in range(5):
             training.backward(step)
             if step == 3 and is_interrupted:

@@ -60,9 +60,8 @@ class AsyncStepper(ReplicaStepper):
         parameter_names: ParameterNames | None = None,
         holder: object | None = None,
     ) -> None:
-        self.mode, self.worker = mode, worker
-        self.is_on_host = _are_on_host(optimizer)
-        """All parameters are in host memory, where kernels need a thread to run beside."""
+        self.mode: StepMode = mode if _are_on_host(optimizer) else "sync"
+        self.worker = worker
         super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
         self.lock = threading.RLock()
         """Reentrant: a signal handler may look while its thread has it."""
@@ -80,7 +79,7 @@ class AsyncStepper(ReplicaStepper):
     @property
     def reads_beside(self) -> bool:
         """A step is handed to the optimizer thread, which may read ``.grad`` until it is done."""
-        return self.mode == "overlap" and self.is_on_host
+        return self.mode == "overlap"
 
     @property
     def is_trained_here(self) -> bool:
@@ -102,9 +101,9 @@ class AsyncStepper(ReplicaStepper):
         if not mine.isdisjoint(map(id, Module.parameters(model))):
             self.parameter_names.add_module(model)
             self.synchronize()
-            if self.reads_beside:
-                tensors = (*Module.parameters(model), *Module.buffers(model))
-                self._look_for_ties([t for t in tensors if id(t) not in mine])
+            tensors = (*Module.parameters(model), *Module.buffers(model))
+            self._look_for_ties([t for t in tensors if id(t) not in mine])
+            if self.mode == "overlap":
                 if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
                     self._step_inside("a ScriptModule reads its parameters")
                 root = unwrap(model)
@@ -118,6 +117,8 @@ class AsyncStepper(ReplicaStepper):
     def _look_for_ties(self, others: Sequence[Tensor] = ()) -> None:
         """A read of another tensor in a trained parameter's memory, a frozen parameter or one of
         ``others``, would not wait for the update."""
+        if self.mode == "sync":
+            return
         params = parameters_of(self.optimizer)
         trained = list(dict.fromkeys(filter(is_stepped, params)))
         groups = overlapping([*trained, *filterfalse(is_stepped, params), *others])
@@ -138,16 +139,16 @@ class AsyncStepper(ReplicaStepper):
                 super().refresh()
 
     def _follow_parameters(self) -> None:
-        self.is_on_host = _are_on_host(self.optimizer)
         super()._follow_parameters()
         self._unguard()
         models, self._models = list(self._models), weakref.WeakSet()
         for model in models:
             self.watch(model)
-        if not can_hold_parameters(self.replica.params):
+        if not _are_on_host(self.optimizer):
+            self._step_inside("it has parameters on a device")
+        elif not can_hold_parameters(self.replica.params):
             self._step_inside("some of its parameters are DTensors, or of another subclass")
-        elif self.reads_beside:
-            self._look_for_ties()
+        self._look_for_ties()
 
     def follow_unseen_edits(self) -> None:
         with self.lock:

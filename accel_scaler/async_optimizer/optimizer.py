@@ -261,10 +261,8 @@ class AsyncOptimizer(Optimizer):
         inner, names = vars(self.optimizer), ("step", "zero_grad")
 
         def lent(name: str) -> Any:
-            own = getattr(self.optimizer, name)
-            return lambda *args, **given: (getattr(self, name) if self._inside else own)(
-                *args, **given
-            )
+            own, mine = getattr(self.optimizer, name), getattr(self, name)
+            return lambda *args, **given: (mine if self._inside else own)(*args, **given)
 
         def run() -> object:
             before = {name: inner[name] for name in names if name in inner}

@@ -47,6 +47,7 @@ _HOLD = "accel_scaler_hold"
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 _GRAD: Any = Tensor.grad
+_POP: Any = dict.pop
 _CLASS: Any = object.__dict__["__class__"]
 """Reads and sets the real class, whatever the class says of itself."""
 
@@ -204,7 +205,7 @@ def release(tensors: Iterable[Any], ref: weakref.ref[Awaited]) -> None:
     with _lock:
         mine = [t for t in tensors if getattr(t, _HOLD, None) is ref]
         _set_classes(mine, _OWN_OF)
-        _consume(map(dict.pop, map(vars, mine), repeat(_HOLD), repeat(None)))  # some stand twice
+        _consume(map(_POP, map(vars, mine), repeat(_HOLD), repeat(None)))  # some stand twice
 
 
 def is_held(t: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version, register_multi_grad_hook
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -38,13 +39,13 @@ logger = logging.getLogger("accel_scaler")
 class AsyncStepper(ReplicaStepper):
     """Steps ``optimizer``. Methods are for the training thread, except where documented.
 
-    Any thread may wait for the step in flight. ``lock`` guards the state that a wait leaves behind;
-    no thread waits under it for a step that another thread has handed over.
+    Any thread may wait for the step in flight. The replica's ``lock`` guards the state that a wait
+    leaves behind; no thread waits under it for a step that another thread has handed over.
 
     Args:
         mode: ``"overlap"`` or ``"sync"``, in which the thread has functions of ``submit()`` alone.
         worker: the optimizer thread, perhaps shared with other steppers.
-        guards_backward: put a hook on each parameter, so that a backward waits before it adds to a
+        guards_backward: put hooks on parameters, so that a backward waits before it adds to a
             gradient that is still read; needed where no ``scale()`` announces the backward.
         masters, parameter_names, holder: see :class:`ReplicaStepper`.
     """
@@ -63,12 +64,10 @@ class AsyncStepper(ReplicaStepper):
         self.mode: StepMode = mode if _are_on_host(optimizer) else "sync"
         self.worker = worker
         super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
-        self.lock = threading.RLock()
-        """Reentrant: a signal handler may look while its thread has it."""
         self._inflight: InflightStep | None = None
         self._guards_backward = guards_backward
-        self._guards: dict[int, Any] = {}
-        """``id(parameter)`` -> the hook that makes a backward wait."""
+        self._guard: Any = None
+        """The hook that makes a backward wait while a step is in flight."""
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -110,7 +109,7 @@ class AsyncStepper(ReplicaStepper):
                 if root not in self._evaluations:
                     hook = BeforeEvaluation(self)
                     self._evaluations[root] = root.register_forward_pre_hook(hook, prepend=True)
-            with self.lock:
+            with self.replica.lock:
                 self.replica.order_by(Module.parameters(model))
         self._models.add(model)
 
@@ -134,13 +133,12 @@ class AsyncStepper(ReplicaStepper):
 
     def refresh(self) -> None:
         wait_for(parameters_of(self.optimizer))  # another stepper's, too
-        with self.lock:
+        with self.replica.lock:
             if self._inflight is None:  # else the thread that trains has refreshed for itself
                 super().refresh()
 
     def _follow_parameters(self) -> None:
         super()._follow_parameters()
-        self._unguard()
         models, self._models = list(self._models), weakref.WeakSet()
         for model in models:
             self.watch(model)
@@ -151,7 +149,7 @@ class AsyncStepper(ReplicaStepper):
         self._look_for_ties()
 
     def follow_unseen_edits(self) -> None:
-        with self.lock:
+        with self.replica.lock:
             if self._inflight is None:
                 super().follow_unseen_edits()
 
@@ -166,7 +164,7 @@ class AsyncStepper(ReplicaStepper):
         grads = [p.grad for p in self.replica.params]
         wait_for(grads)
         self._forbid_sparse(grads)
-        with self.lock:
+        with self.replica.lock:
             self.replica.prepare(grads)
             params = self.replica.params
             # It keeps them for good.
@@ -198,32 +196,18 @@ class AsyncStepper(ReplicaStepper):
         if not self.reads_beside:
             super()._update(grads, deferred)
             return
-        with self.lock:
+        with self.replica.lock:
             self.replica.prepare(grads)
             if deferred:
                 # Unseen by autograd, but for those that are unscaled on their way to a master.
                 pairs = zip(self.replica.ordered, grads, strict=True)
                 unscaled = [g for pair, g in pairs if g is not None and not goes_to_master(pair, g)]
-                torch.autograd.graph.increment_version(unscaled)
-            if self._guards_backward:
-                self._guard()
+                increment_version(unscaled)
             # Not those without a gradient: another branch's backward may still need them.
             params = zip(self.replica.params, grads, strict=True)
             written = [p for p, grad in params if grad is not None]
             taken = [None if grad is None else grad.data for grad in grads]
             self._launch(self._made(taken, deferred), held, written)
-
-    def _guard(self) -> None:
-        params: list[Any] = self.replica.params
-        for p in params:
-            if id(p) not in self._guards and p.requires_grad:
-                hook = partial(_call, weakref.WeakMethod(self.wait_for_gradients))
-                self._guards[id(p)] = p.register_hook(hook)
-
-    def _unguard(self) -> None:
-        for handle in self._guards.values():
-            handle.remove()
-        self._guards.clear()
 
     def _launch(
         self, step: InflightStep, held: Sequence[Tensor], written: Sequence[Tensor]
@@ -234,7 +218,11 @@ class AsyncStepper(ReplicaStepper):
         self._inflight = step
         try:
             step.hold(held)
-            torch.autograd.graph.increment_version(written)
+            if self._guards_backward and held:
+                guarded = [p for p in written if p.requires_grad]
+                wait = partial(_call, weakref.WeakMethod(self.synchronize))
+                self._guard = register_multi_grad_hook(guarded, wait, mode="any")
+            increment_version(written)
             self._note_versions()
             self.timing = step.timing
             self.steps += 1
@@ -270,7 +258,7 @@ class AsyncStepper(ReplicaStepper):
 
     def _finish(self, step: InflightStep) -> None:
         failure = None if step.wait() else self._failure_of(step)
-        with self.lock:
+        with self.replica.lock:
             if self._inflight is step and (failure is None or self.is_trained_here):
                 self._leave(step)
         if self.is_trained_here:
@@ -294,6 +282,8 @@ class AsyncStepper(ReplicaStepper):
     def _leave(self, step: InflightStep) -> None:
         """``step`` is in flight no more; if it failed, its gradients are lost. Under the lock."""
         self._inflight = None
+        if self._guard is not None:
+            self._guard.remove()
         self.replica.give_back_state()
         for p in self.replica.params if step.done < step.parts else ():
             if is_held(p.grad):
@@ -305,7 +295,7 @@ class AsyncStepper(ReplicaStepper):
         """:meth:`synchronize`; no step of another thread adds to the state until the end."""
         while True:
             self.synchronize()
-            with self.lock:
+            with self.replica.lock:
                 if self._inflight is None:
                     yield
                     return
@@ -320,7 +310,6 @@ class AsyncStepper(ReplicaStepper):
         finally:
             if (step := self._inflight) is not None:
                 self._leave(step)
-            self._unguard()
             for handle in self._evaluations.values():
                 handle.remove()
             super().close(is_replaced)

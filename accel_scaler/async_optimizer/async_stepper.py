@@ -24,7 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ..config import StepMode
-from ..devices import present_stream
+from ..devices import warn_once
 from ..errors import StepError
 from ..models import inert, is_in_backward, unwrap
 from ..optimizer_step import MasterRule, ReplicaStepper, goes_to_master, is_stepped, overlapping
@@ -169,17 +169,11 @@ class AsyncStepper(ReplicaStepper):
             params = self.replica.params
             # It keeps them for good.
             own = [g if g is None or are_own([g]) else g.clone() for g in grads]
-            stream = present_stream(params[0].device)
-            self._launch(self._made(own, deferred or DeferredUnscale(), fn, stream), (), params)
+            self._launch(own, deferred or DeferredUnscale(), (), params, fn)
             for p in params:
                 p.grad = None
         if self.mode == "sync":
             self.synchronize()
-
-    def _made(
-        self, grads: list[Tensor | None], deferred: DeferredUnscale, *of: Any
-    ) -> InflightStep:
-        return InflightStep(self.replica, grads, deferred, self._begin_update, self._finish, *of)
 
     def _get_ready(self) -> None:
         self._trainer = threading.current_thread()
@@ -191,9 +185,13 @@ class AsyncStepper(ReplicaStepper):
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         held = [grad for grad in grads if grad is not None]
         wait_for(held)
-        if not are_own(held):
-            self._step_inside("gradients are sparse, or share their memory with other tensors")
-        if not self.reads_beside:
+        beside = self.reads_beside and are_own(held)
+        if self.reads_beside and not beside:
+            warn_once(
+                "step_mode='overlap': gradients are sparse, or share memory with other tensors; "
+                "steps with such ones are made as in 'sync'."
+            )
+        if not beside:
             super()._update(grads, deferred)
             return
         with self.replica.lock:
@@ -207,14 +205,21 @@ class AsyncStepper(ReplicaStepper):
             params = zip(self.replica.params, grads, strict=True)
             written = [p for p, grad in params if grad is not None]
             taken = [None if grad is None else grad.data for grad in grads]
-            self._launch(self._made(taken, deferred), held, written)
+            self._launch(taken, deferred, held, written)
 
     def _launch(
-        self, step: InflightStep, held: Sequence[Tensor], written: Sequence[Tensor]
+        self,
+        grads: list[Tensor | None],
+        deferred: DeferredUnscale,
+        held: Sequence[Tensor],
+        written: Sequence[Tensor],
+        fn: Callable[[], object] | None = None,
     ) -> None:
-        """Hand an update to the optimizer thread, which reads the gradients ``held`` where they
+        """Hand an update to the optimizer thread, which reads ``held`` of the gradients where they
         are, and writes to the parameters ``written``. Under the lock."""
         self.worker.start()
+        begin, fail = self._begin_update, self._finish
+        step = InflightStep(self.replica, grads, deferred, begin, fail, fn)
         self._inflight = step
         try:
             step.hold(held)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import as_on_stream
+from ..devices import as_on_stream, present_stream
 from ..optimizer_step import Replica
 from ..scaling import SMALL, DeferredUnscale
 from .pending_parameter import Awaited, hold, release
@@ -34,8 +34,8 @@ class InflightStep(Task):
         begin: called first: lets masters take edits of the model.
         fail: called on a thread that uses a tensor which a failed update has left behind; raises
             ``StepError``.
-        fn: the function given to ``submit()``, which steps instead, on ``stream``; None: the
-            optimizer steps.
+        fn: the function given to ``submit()``, which steps instead, on the present stream of the
+            thread that makes this; None: the optimizer steps.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class InflightStep(Task):
         deferred: DeferredUnscale,
         begin: Callable[[], None],
         fail: Callable[[InflightStep], None],
-        fn: Callable[[], object] | None = None,
-        stream: torch.Stream | None = None,
+        fn: Callable[[], object] | None,
     ) -> None:
         self._replica, self._grads, self._deferred = replica, grads, deferred
-        self._begin, self._fail, self._fn, self._stream = begin, fail, fn, stream
+        self._begin, self._fail, self._fn = begin, fail, fn
+        self._stream = present_stream(replica.params[0].device)
         self._params, self._part_of = replica.params, replica.part_of
         self._ends = [part.end for part in replica.parts] if fn is None else [len(self._params)]
         """For each part, how many parameters are ready when it is done."""

@@ -92,8 +92,9 @@ class Attachment:
         self.scaler = AttachedScaler(self.device.type, **settings)
         self.scaler.attachment = weakref.ref(self)
         state = {} if self.stock_scaler is None else self.stock_scaler.state_dict()
-        if state and state["_growth_tracker"]:
-            begun = {"_growth_tracker": state["_growth_tracker"]}
+        if state and self.stock_scaler._scale is not None:
+            # Training has begun: go on with its scale, within the new bounds.
+            begun = {key: state[key] for key in ("scale", "_growth_tracker")}
             self.scaler.load_state_dict(self.scaler.state_dict() | begun)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.ranks.sharded = config.sharded or is_fsdp

@@ -26,7 +26,7 @@ from ..optimizer_step import Boundary, ReplicaStepper, master_rule, own_paramete
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
-from .autocast import add_autocast, add_emulation, restore_forward
+from .autocast import add_autocast, restore_forward
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
@@ -182,9 +182,8 @@ class Attachment:
             if self.scales and not accelerator.native_amp:
                 # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
                 accelerator.native_amp = self.added_autocast = True
-                add_autocast(accelerator, self.models)
                 for model in self.models:
-                    add_emulation(accelerator, model)
+                    add_autocast(accelerator, model)
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
@@ -224,10 +223,10 @@ class Attachment:
             except StepError as error:
                 failed = error
         self.fp32_modules.disable()
-        for model in self.models:
-            restore_forward(accelerator, model)
         if self.added_autocast:
             accelerator.native_amp = False
+            for model in self.models:
+                restore_forward(accelerator, model)
         accelerator.scaler = self.stock_scaler
         self.worker.stop()
         self.recorder.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..devices import as_on_stream, present_stream
 from ..optimizer_step import Replica
 from ..scaling import SMALL, DeferredUnscale
-from .pending_parameter import Awaited, hold, release
+from .pending_parameter import hold, release
 from .worker import Task
 
 _storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ class InflightStep(Task):
         """For each part, how many parameters are ready when it is done."""
         self._released = 0
         """How many of them, from the first on, are plain again."""
-        self._ref: weakref.ref[Awaited] = weakref.ref(self)
+        self._ref: weakref.ref[Any] = weakref.ref(self)
         super().__init__(self._step_parts if fn is None else self._run_submitted, len(self._ends))
 
     @property

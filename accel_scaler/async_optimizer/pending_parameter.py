@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread holds it."""
 
 _HOLD = "accel_scaler_hold"
-"""Attribute of a pending tensor: a weak reference to what it waits for."""
+"""Attribute of a pending tensor: a weak reference to what it waits for, whose ``wait_for(tensor)``
+calls :func:`release`, or raises ``StepError``."""
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
 _GRAD: Any = Tensor.grad
@@ -57,13 +58,6 @@ PASSIVE: frozenset[Any] = frozenset(
     + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES]
 )
 """Operations that touch no element and so do not wait."""
-
-
-class Awaited(Protocol):
-    """A step: what a pending tensor waits for."""
-
-    def wait_for(self, t: Tensor) -> None:
-        """Wait until ``t`` may be used, and :func:`release` it, or raise ``StepError``."""
 
 
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -192,7 +186,7 @@ def _set_classes(tensors: Sequence[Any], classes: dict[Any, Any]) -> None:
     _consume(map(_CLASS.__set__, tensors, map(classes.get, old, old)))
 
 
-def hold(tensors: Sequence[Tensor], ref: weakref.ref[Awaited]) -> None:
+def hold(tensors: Sequence[Tensor], ref: weakref.ref[Any]) -> None:
     """Each use of ``tensors``, plain parameters and gradients, waits for ``ref`` from now on. Uses
     of aliases do not."""
     with _lock:
@@ -200,7 +194,7 @@ def hold(tensors: Sequence[Tensor], ref: weakref.ref[Awaited]) -> None:
         _set_classes(tensors, _PENDING_OF)
 
 
-def release(tensors: Iterable[Any], ref: weakref.ref[Awaited]) -> None:
+def release(tensors: Iterable[Any], ref: weakref.ref[Any]) -> None:
     """Those of ``tensors`` that wait for ``ref`` are plain again."""
     with _lock:
         mine = [t for t in tensors if getattr(t, _HOLD, None) is ref]

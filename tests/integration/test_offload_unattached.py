@@ -1,4 +1,5 @@
-"""``offloaded(cls)`` on a CPU, beside ``cls``: the numbers of a plain loop and of a Trainer."""
+"""An ``AsyncOptimizer`` that offloads, on a CPU, in place of a class of torch's: a plain loop and a
+Trainer."""
 
 from __future__ import annotations
 

@@ -185,27 +185,26 @@ class AsyncStepper(ReplicaStepper):
     def _update(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> None:
         held = [grad for grad in grads if grad is not None]
         wait_for(held)
-        beside = self.reads_beside and are_own(held)
-        if self.reads_beside and not beside:
+        is_own = are_own(held)
+        if self.reads_beside and not is_own:
             warn_once(
                 "step_mode='overlap': gradients are sparse, or share memory with other tensors; "
                 "steps with such ones are made as in 'sync'."
             )
-        if not beside:
+        if not (self.reads_beside and is_own):
             super()._update(grads, deferred)
             return
-        with self.replica.lock:
-            self.replica.prepare(grads)
-            if deferred:
-                # Unseen by autograd, but for those that are unscaled on their way to a master.
-                pairs = zip(self.replica.ordered, grads, strict=True)
-                unscaled = [g for pair, g in pairs if g is not None and not goes_to_master(pair, g)]
-                increment_version(unscaled)
-            # Not those without a gradient: another branch's backward may still need them.
-            params = zip(self.replica.params, grads, strict=True)
-            written = [p for p, grad in params if grad is not None]
-            taken = [None if grad is None else grad.data for grad in grads]
-            self._launch(taken, deferred, held, written)
+        self.replica.prepare(grads)
+        if deferred:
+            # Unseen by autograd, but for those that are unscaled on their way to a master.
+            pairs = zip(self.replica.ordered, grads, strict=True)
+            unscaled = [g for pair, g in pairs if g is not None and not goes_to_master(pair, g)]
+            increment_version(unscaled)
+        # Not those without a gradient: another branch's backward may still need them.
+        params = zip(self.replica.params, grads, strict=True)
+        written = [p for p, grad in params if grad is not None]
+        taken = [None if grad is None else grad.data for grad in grads]
+        self._launch(taken, deferred, held, written)
 
     def _launch(
         self,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version, register_multi_grad_hook
+from torch.autograd.graph import increment_version
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -66,8 +66,8 @@ class AsyncStepper(ReplicaStepper):
         super().__init__(optimizer, masters, parameter_names=parameter_names, holder=holder)
         self._inflight: InflightStep | None = None
         self._guards_backward = guards_backward
-        self._guard: Any = None
-        """The hook that makes a backward wait while a step is in flight."""
+        self._guards: dict[int, Any] = {}
+        """``id(parameter)`` -> the hook that makes a backward wait."""
         self._trainer = threading.current_thread()
         """The thread that trains, as far as is known."""
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
@@ -139,6 +139,7 @@ class AsyncStepper(ReplicaStepper):
 
     def _follow_parameters(self) -> None:
         super()._follow_parameters()
+        self._unguard()
         models, self._models = list(self._models), weakref.WeakSet()
         for model in models:
             self.watch(model)
@@ -222,10 +223,8 @@ class AsyncStepper(ReplicaStepper):
         self._inflight = step
         try:
             step.hold(held)
-            if self._guards_backward and held:
-                guarded = [p for p in written if p.requires_grad]
-                wait = partial(_call, weakref.WeakMethod(self.synchronize))
-                self._guard = register_multi_grad_hook(guarded, wait, mode="any")
+            if self._guards_backward:
+                self._guard(written)
             increment_version(written)
             self._note_versions()
             self.timing = step.timing
@@ -245,6 +244,17 @@ class AsyncStepper(ReplicaStepper):
                     type(error).__name__,
                 )
             raise
+
+    def _guard(self, params: Sequence[Any]) -> None:
+        for p in params:
+            if id(p) not in self._guards and p.requires_grad:
+                wait = partial(_call, weakref.WeakMethod(self.synchronize))
+                self._guards[id(p)] = p.register_hook(wait)
+
+    def _unguard(self) -> None:
+        for handle in self._guards.values():
+            handle.remove()
+        self._guards.clear()
 
     def wait(self) -> bool:
         step = self._inflight
@@ -286,8 +296,6 @@ class AsyncStepper(ReplicaStepper):
     def _leave(self, step: InflightStep) -> None:
         """``step`` is in flight no more; if it failed, its gradients are lost. Under the lock."""
         self._inflight = None
-        if self._guard is not None:
-            self._guard.remove()
         self.replica.give_back_state()
         for p in self.replica.params if step.done < step.parts else ():
             if is_held(p.grad):
@@ -314,6 +322,7 @@ class AsyncStepper(ReplicaStepper):
         finally:
             if (step := self._inflight) is not None:
                 self._leave(step)
+            self._unguard()
             for handle in self._evaluations.values():
                 handle.remove()
             super().close(is_replaced)

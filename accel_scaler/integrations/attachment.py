@@ -239,8 +239,7 @@ class Attachment:
 
     def take_over(self, optimizers: Any) -> None:
         """Make these prepared optimizers the owners of their parameters, and close older owners.
-        Raises ``UnsupportedError`` for a model whose tensors share memory in overlap, and
-        ``StepError`` if the last step of an older owner failed."""
+        Raises ``StepError`` if the last step of an older owner failed."""
         steppers = map(stepper_of, inner_of(optimizers))
         replicas = [stepper for stepper in steppers if isinstance(stepper, ReplicaStepper)]
         for stepper, model in product(replicas, self.models):

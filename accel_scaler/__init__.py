@@ -24,7 +24,7 @@ from .errors import (
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .async_optimizer import AsyncOptimizer
+    from .async_optimizer import AsyncOptimizer, offloaded
     from .config import ScalerConfig
     from .integrations import ScaledAccelerator, attach, detach
     from .scaling import GradScaler
@@ -42,6 +42,7 @@ __all__ = [
     "UnsupportedError",
     "attach",
     "detach",
+    "offloaded",
 ]
 
 LAZY = {
@@ -51,6 +52,7 @@ LAZY = {
     "ScalerConfig": "config",
     "attach": "integrations",
     "detach": "integrations",
+    "offloaded": "async_optimizer",
 }
 """Names that are imported on first use (PEP 562), and their modules."""
 

@@ -7,6 +7,7 @@ no telemetry.
 """
 
 from .async_stepper import AsyncStepper as AsyncStepper
+from .offloaded_class import offloaded as offloaded
 from .optimizer import AsyncOptimizer as AsyncOptimizer
 from .pending_parameter import drop_gradients as drop_gradients
 from .worker import Worker as Worker

@@ -16,7 +16,7 @@ from ..config import Offload, StepMode, StepSettings, merge
 from ..devices import warn_where_idle
 from ..errors import ConfigError, OrderError, UnsupportedError
 from ..models import untraced
-from ..optimizer_step import Boundary, boundary_of, master_rule, own_parameters
+from ..optimizer_step import Boundary, MasterRule, boundary_of, master_rule, own_parameters
 from ..scaling import GradScaler, ParameterNames, parameters_of, whole
 from .async_stepper import AsyncStepper
 from .pending_parameter import drop_gradients
@@ -99,13 +99,12 @@ class AsyncOptimizer(Optimizer):
         """Whether the last :meth:`step` left the parameters alone because of an overflow."""
         self._worker = Worker()
         device = parameters_of(optimizer)[0].device
-        warn_where_idle(step_mode, offload, device)
         names = ParameterNames() if scaler is None else scaler.parameter_names
         if model is not None:
             names.add_module(model)
         self._stepper = AsyncStepper(
             optimizer,
-            master_rule(self._config, device),
+            self._rule(device),
             config.step_mode,
             worker=self._worker,
             guards_backward=not scaled,
@@ -126,6 +125,10 @@ class AsyncOptimizer(Optimizer):
         except BaseException:
             self.close()
             raise
+
+    def _rule(self, device: torch.device) -> MasterRule:
+        warn_where_idle(self._config.step_mode, self._config.offload, device)
+        return master_rule(self._config, device)
 
     def _watch(self) -> None:
         if self.model is not None:

@@ -33,5 +33,6 @@ from .stepper import (
 from .supported_optimizers import (
     is_splittable as is_splittable,
     overlapping as overlapping,
+    refuse_class as refuse_class,
     refuse_unsteppable as refuse_unsteppable,
 )

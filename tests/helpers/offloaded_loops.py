@@ -9,23 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_scaler import AsyncOptimizer
+from accel_scaler import offloaded
 
 STEPS = 8
 
 
-def offloading(cls: Any, model: nn.Module | None = None) -> Any:
-    """What docs/offload.md has where code takes a class."""
-
-    class Offloading(AsyncOptimizer):
-        def __init__(self, params: Any, **kwargs: Any) -> None:
-            super().__init__(cls(params, **kwargs), model, step_mode="sync", offload="cpu")
-
-    return Offloading
-
-
 class Loop:
-    """One run; ``seen`` has its losses and norms. ``watched``: the optimizer knows the model."""
+    """One run; ``seen`` has its losses and norms. ``watched``: the offloaded class knows the
+    model."""
 
     def __init__(
         self, cls: Any, device: str, *, offload: bool, watched: bool = False, **kwargs: Any
@@ -35,7 +26,7 @@ class Loop:
         with torch.device("cpu"):
             net = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 24), nn.Linear(24, 8))
         self.net = net.to(device)
-        made = offloading(cls, self.net if watched else None) if offload else cls
+        made = offloaded(cls, self.net if watched else None) if offload else cls
         *self.own, self.late = self.net.parameters()
         self.late.requires_grad_(False)
         self.optimizer: Any = made(self.own, **kwargs)
@@ -152,6 +143,7 @@ def assert_play_as_stock(
     play(stock)
     for watched in (False, True):
         mine = Loop(cls, device, offload=True, watched=watched, **kwargs)
+        assert isinstance(mine.optimizer, cls)
         play(mine)
         assert_same(mine, stock)
 

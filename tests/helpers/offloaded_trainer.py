@@ -1,4 +1,4 @@
-"""A Trainer without ``attach``, beside one with torch's own class."""
+"""A Trainer without ``attach``, beside one with the class that torch has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offloaded_loops import offloading
 from torch.optim import AdamW
 from trainer_support import arguments, examples, gpt2, logs, train
 from transformers import Trainer
+
+from accel_scaler import offloaded
 
 
 def trainer(path: Path, cls: Any, model: Any = None, **settings: Any) -> Any:
@@ -32,7 +33,7 @@ def assert_trainers_are_equal(path: Path, **settings: Any) -> None:
     """From the start, and resumed from each other's checkpoints; with the groups, the schedule, the
     clip and the micro-batches of the Trainer."""
     model = gpt2()
-    kinds = {"stock": AdamW, "mine": offloading(AdamW), "watched": offloading(AdamW, model)}
+    kinds = {"stock": AdamW, "mine": offloaded(AdamW), "watched": offloaded(AdamW, model)}
     runs = {
         name: train(trainer(path / name, cls, model if name == "watched" else None, **settings))
         for name, cls in kinds.items()

@@ -33,6 +33,7 @@ def test_public_names() -> None:
         "UnsupportedError",
         "attach",
         "detach",
+        "offloaded",
     }
 
     errors = [getattr(accel_scaler, n) for n in accel_scaler.__all__ if n.endswith("Error")]

@@ -1,4 +1,4 @@
-"""An ``AsyncOptimizer`` that offloads, beside torch's class on the same device: bits and memory."""
+"""``offloaded(cls)`` beside ``cls`` on the same device: bits, memory, and a model that moves."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from offloaded_loops import (
     Loop,
     assert_checkpoints_interchange,
     assert_play_as_stock,
-    offloading,
     scheduled,
 )
 from offloaded_trainer import assert_trainers_are_equal
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
-from accel_scaler import AsyncOptimizer, attach
+from accel_scaler import AsyncOptimizer, attach, offloaded
 from accel_scaler.optimizer_step.ring import Ring
 
 EVERY: list[tuple[Any, dict[str, Any]]] = [
@@ -65,7 +64,7 @@ def test_bfloat16_parameters_are_stepped_through_masters() -> None:
         net = net.to(DEVICE, torch.bfloat16)
         optimizer: Any
         if offload:
-            optimizer = offloading(AdamW)(net.parameters(), lr=1e-3)
+            optimizer = offloaded(AdamW)(net.parameters(), lr=1e-3)
         else:
             inner = AdamW(net.parameters(), lr=1e-3)
             optimizer = AsyncOptimizer(inner, net, step_mode="sync", master_weights="fp32")
@@ -83,7 +82,7 @@ def test_bfloat16_parameters_are_stepped_through_masters() -> None:
 def test_state_takes_no_memory_of_the_device() -> None:
     """Two moments of 32 MiB each; of them four slots of 8 MiB are there, within the step alone."""
     peaks, kept = [], []
-    for cls in (AdamW, offloading(AdamW)):
+    for cls in (AdamW, offloaded(AdamW)):
         with peak_bytes() as taken:
             p = nn.Parameter(torch.zeros(8 << 20, device=DEVICE))
             optimizer = cls([p], lr=0.1, fused=True)
@@ -119,11 +118,35 @@ def test_state_comes_up_in_the_backward_where_the_model_is_given(
     assert loads == [4 if watched else 3]
 
 
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_model_may_move_to_the_device_after_the_optimizer_was_made(
+    steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``accelerator.prepare`` moves it; a simulated device needs torch's other way to move."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    stock, mine = (Loop(AdamW, "cpu", offload=offload, lr=0.05) for offload in (False, True))
+    for step in range(steps_before):
+        stock.step(step)
+        mine.step(step)
+    for loop in (stock, mine):
+        loop.net.to(DEVICE)
+        loop.device = torch.device(DEVICE)
+    stock.load(stock.saved())  # torch leaves the state where it was
+    for step in range(steps_before, STEPS):
+        stock.step(step)
+        mine.step(step)
+    for a, b in zip(mine.net.parameters(), stock.net.parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+    assert mine.own[0].device.type == torch.device(DEVICE).type
+    moments = [entry["exp_avg"].device.type for entry in mine.optimizer.state.values()]
+    assert moments == ["cpu"] * len(mine.own)
+
+
 def test_an_accelerator_that_is_attached_steps_it() -> None:
     from accelerate import Accelerator
 
     found = []
-    for cls in (AdamW, offloading(AdamW)):
+    for cls in (AdamW, offloaded(AdamW)):
         loop = Loop(AdamW, DEVICE, offload=False, lr=0.05)
         accelerator = attach(Accelerator())
         net, optimizer = accelerator.prepare(loop.net, cls(loop.net.parameters(), lr=0.05))

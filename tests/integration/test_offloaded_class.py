@@ -1,5 +1,4 @@
-"""An ``AsyncOptimizer`` that offloads, on a CPU, in place of a class of torch's: a plain loop and a
-Trainer."""
+"""``offloaded(cls)`` on a CPU, beside ``cls``: the numbers of a plain loop and of a Trainer."""
 
 from __future__ import annotations
 

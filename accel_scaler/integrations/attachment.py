@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from itertools import product
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..async_optimizer import Worker
 from ..config import FIELDS, SET_IN, ScalerConfig, checked, environment, merge
-from ..devices import device_name, warn_where_idle
+from ..devices import device_name, warn_once, warn_where_idle
 from ..errors import ConfigError, OrderError, StepError, shown
 from ..optimizer_step import Boundary, ReplicaStepper, master_rule, own_parameters, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
@@ -64,6 +64,8 @@ class Attachment:
     ) -> None:
         refuse_other_scalers(accelerator)
         self.rank: int = accelerator.process_index
+        for text in unlike_launched(accelerator) if self.rank == 0 else ():
+            warn_once(text)
         config, precision = requested_config, accelerator.mixed_precision
         refuse_unscaled(config, precision)
         self.scales: bool = precision == "fp16"
@@ -296,6 +298,24 @@ class AttachedScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "attachment"}
+
+
+def unlike_launched(accelerator: Any) -> Iterator[str]:
+    """Differences between an accelerator and the launcher's environment, a warning each."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    wanted, got = os.environ.get(name, "no").lower(), accelerator.mixed_precision
+    if wanted != got and wanted in ("fp16", "bf16"):
+        yield (
+            f"mixed_precision: got {got!r} from the script, expected {wanted!r}, as launched "
+            f"({name}). The script's holds; take it out there, or launch with {got!r}."
+        )
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if world > accelerator.num_processes and "LOCAL_RANK" in os.environ:
+        yield (
+            f"got an accelerator of {accelerator.num_processes} process, expected {world} "
+            "(WORLD_SIZE): each process trains alone, and all write the same files. To train "
+            "together on a CPU set ACCELERATE_USE_CPU=true; else start one process."
+        )
 
 
 def attachment_of(accelerator: Any) -> Attachment | None:

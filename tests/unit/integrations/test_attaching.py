@@ -26,7 +26,7 @@ from accel_scaler import (
 )
 from accel_scaler.config import SET_IN
 from accel_scaler.integrations import attach_default
-from accel_scaler.integrations.attachment import attachment_of
+from accel_scaler.integrations.attachment import attachment_of, warn_once
 from accel_scaler.integrations.optimizer import ScaledOptimizer
 
 INF = float("inf")
@@ -87,6 +87,37 @@ def test_the_verdict_knows_where_the_settings_are_from(monkeypatch: pytest.Monke
     assert set_in(lambda: attach(cpu(), heal=True)) == "code"
     assert set_in(lambda: attach(cpu(), ScalerConfig())) == "code"
     assert set_in(launched_and_set) == "code"
+
+
+@pytest.mark.parametrize(
+    ("launched", "precision", "world", "said"),
+    [
+        ("fp16", "no", {}, ["got 'no'", "expected 'fp16'", "launch with 'no'"]),
+        ("FP16", "bf16", {}, ["got 'bf16'", "expected 'fp16'"]),
+        ("bf16", "fp16", {}, ["got 'fp16'", "expected 'bf16'"]),
+        ("fp16", None, {}, []),
+        ("fp16", "fp16", {}, []),
+        ("no", "fp16", {}, []),  # what a launcher leaves by default
+        ("no", "no", {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["of 1 process", "expected 2"]),
+        ("no", "no", {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, []),
+        ("no", "no", {"WORLD_SIZE": "2"}, []),  # nobody has started ranks here
+    ],
+)
+def test_an_accelerator_unlike_what_was_launched_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    launched: str, precision: str | None, world: dict[str, str], said: list[str],
+) -> None:  # fmt: skip
+    """Attached twice, as by the launcher and then by the script."""
+    warn_once.cache_clear()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    attach_default(accelerator)
+    detach(attach(accelerator, step_mode="overlap"))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == bool(said), texts
+    assert all(part in texts[0] for part in said)
 
 
 def test_the_settings_in_force_are_the_same_settings(tmp_path: Any) -> None:

@@ -83,6 +83,15 @@ def fresh_accelerate_state() -> Iterator[None]:
     PartialState._reset_state()
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """``overlap`` steps as ``sync`` once anything was compiled in the process."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    if dynamo is not None and dynamo.FRAME_COUNTER:
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def torchs_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """No emulated float16 products, for references that torch computes.

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..devices import as_on_stream
-from ..errors import StepError
-from ..optimizer_step import ParameterPair, Replica, goes_to_master
+from ..devices import as_on_stream, present_stream
+from ..optimizer_step import Replica
 from ..scaling import SMALL, DeferredUnscale
-from .compile_session import beside_no_compile
-from .pending_parameter import ParameterHold, hold_gradients, wait_for_gradients
+from .pending_parameter import hold, release
 from .worker import Task
 
 _storage_of: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -25,160 +23,117 @@ _count_of: Callable[[int], int] = torch._C._storage_Use_Count
 _layout_of = attrgetter("layout")
 
 
-@dataclass(slots=True)
-class Update:
-    """All that the optimizer thread gets for one step; dropped once its work is done."""
-
-    grads: list[Tensor | None]
-    """In the order of the parts, final once they are multiplied by ``deferred``."""
-    deferred: DeferredUnscale
-    begin: Callable[[], None]
-    """Called first: lets masters take edits of the model. Bound, it keeps the stepper alive."""
-    fn: Callable[[], object] | None = None
-    """The function given to ``submit()``, which steps instead; None: the optimizer does."""
-    stream: torch.Stream | None = None
-    """The training thread's, on which ``fn`` runs; None: on a CPU."""
-
-
-class InflightStep:
+class InflightStep(Task):
     """Made by :class:`.async_stepper.AsyncStepper` for each update; dies with it.
 
     It has a part for each part of the replica, a single one for a function given to ``submit()``.
+
+    Args:
+        grads: in the order of the parts, final once they are multiplied by ``deferred``. It drops
+            each once it was read.
+        begin: called first: lets masters take edits of the model.
+        fail: called on a thread that uses a tensor which a failed update has left behind; raises
+            ``StepError``.
+        fn: the function given to ``submit()``, which steps instead, on the present stream of the
+            thread that makes this; None: the optimizer steps.
     """
 
-    def __init__(self, replica: Replica, update: Update) -> None:
-        self.is_submitted = update.fn is not None
-        # The task drops its function once it is done, and with it the update.
-        work = partial(_run_submitted if self.is_submitted else _step_parts, replica, update)
-        self.task = Task(work, 1 if self.is_submitted else len(replica.parts))
-        self.hold: ParameterHold | None = None
-        self.reads_in_place = False
-        """It reads some gradients where they are."""
-        self._replica = replica
+    def __init__(
+        self,
+        replica: Replica,
+        grads: list[Tensor | None],
+        deferred: DeferredUnscale,
+        begin: Callable[[], None],
+        fail: Callable[[InflightStep], None],
+        fn: Callable[[], object] | None,
+    ) -> None:
+        self._replica, self._grads, self._deferred = replica, grads, deferred
+        self._begin, self._fail, self._fn = begin, fail, fn
+        self._stream = present_stream(replica.params[0].device)
+        self._params, self._part_of = replica.params, replica.part_of
+        self._ends = [part.end for part in replica.parts] if fn is None else [len(self._params)]
+        """For each part, how many parameters are ready when it is done."""
+        self._released = 0
+        """How many of them, from the first on, are plain again."""
+        self._ref: weakref.ref[Any] = weakref.ref(self)
+        super().__init__(self._step_parts if fn is None else self._run_submitted, len(self._ends))
 
-    def hold_parameters(self, wait: Callable[[InflightStep, int], int]) -> None:
-        """Make each use of a parameter ``wait`` for its part."""
+    @property
+    def is_submitted(self) -> bool:
+        """It runs a function given to ``submit()``."""
+        return self._fn is not None
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """Each use of ``tensors`` waits: of a parameter for its part, of a gradient for all."""
+        hold(tensors, self._ref)
+
+    def wait_for(self, t: Tensor) -> None:
+        if not self.wait(None if self.is_submitted else self._part_of.get(id(t))):
+            self._fail(self)
+        done = min(self.done, self.parts)
+        end = self._ends[done - 1] if done else 0
+        release([*self._params[self._released : end], t], self._ref)
+        self._released = max(self._released, end)
+
+    def release_all(self) -> None:
+        """Nothing waits for it any more."""
+        release([*self._params, *(p.grad for p in self._params)], self._ref)
+
+    @torch.no_grad()
+    def _step_parts(self) -> None:
+        self._begin()
+        for part in self._replica.parts:
+            mine = slice(part.start, part.end)
+            final = self._grads[mine]
+            self._grads[mine] = [None] * len(final)
+            self.spent += [g for g in final if g is not None and g.numel() <= SMALL]
+            with _beside_no_compile():
+                self._replica.step_part(part, final, self._deferred)
+            self.advance()
+
+    @torch.no_grad()
+    def _run_submitted(self) -> None:
+        assert self._fn is not None
         replica = self._replica
-        ends, part_of = [part.end for part in replica.parts], replica.part_of
-        if self.is_submitted:
-            ends, part_of = [len(replica.params)], dict.fromkeys(part_of, 1)
-        self.hold = ParameterHold(replica.params, ends, part_of, partial(wait, self))
-
-    def hold_gradients(self, held: Sequence[Tensor | None]) -> None:
-        """Make each use of the gradients that it reads in place wait until their part is done. They
-        keep the task alone: a script may keep them."""
-        for number, part in enumerate(self._replica.parts, 1):
-            mine = [grad for grad in held[part.start : part.end] if grad is not None]
-            hold_gradients(mine, partial(_await_gradient, self.task, number))
-            self.reads_in_place = self.reads_in_place or bool(mine)
-
-
-def _await_gradient(task: Task, part: int) -> None:
-    if not task.wait(part):
-        raise StepError(
-            "a gradient was used that was lost with its step, which failed "
-            f"({type(task.error).__name__}: {task.error})."
-        ) from task.error
-
-
-# Gradients on their way to the optimizer thread: read where they are, or copied.
-
-
-def is_own(grad: Any) -> bool:
-    """Whether another thread may read it where it is, since each later use can be seen. Not shards,
-    sparse gradients, and those to whose memory others write unseen: DDP's buckets, a buffer of the
-    user's."""
-    is_plain = type(grad) is Tensor and grad.layout is torch.strided
-    return is_plain and _count_of(_storage_of(grad)) == 1
-
-
-def _own_ones(grads: Sequence[Any]) -> list[Tensor | None]:
-    """``grads``, with None for each that is not its own (:func:`is_own`)."""
-    if {Tensor} == set(map(type, grads)) and {torch.strided} == set(map(_layout_of, grads)):
-        # Maps over C functions: with thousands of gradients a Python loop would show.
-        counts = map(_count_of, map(_storage_of, grads))
-        return [grad if count == 1 else None for grad, count in zip(grads, counts, strict=True)]
-    return [grad if is_own(grad) else None for grad in grads]
-
-
-def read_in_place(
-    pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None], deferred: DeferredUnscale
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """What the optimizer thread reads, and the ``grads`` that it reads in place, whose uses have to
-    wait. The rest is copied; ``.grad`` is unscaled here, the copy there."""
-    held = _own_ones(grads)
-    taken = [
-        grad if grad is None else grad.clone() if own is None else own.data
-        for grad, own in zip(grads, held, strict=True)
-    ]
-    if deferred:
-        copied = [grad if own is None else None for grad, own in zip(grads, held, strict=True)]
-        deferred.apply(_unscaled_in_place(pairs, copied))
-        # On that thread, which autograd does not see.
-        torch.autograd.graph.increment_version([g for _, g in _unscaled_in_place(pairs, held)])
-    return taken, held
-
-
-def _unscaled_in_place(
-    pairs: Sequence[ParameterPair], grads: Sequence[Tensor | None]
-) -> list[tuple[Tensor, Tensor]]:
-    """Parameters and their gradients, but for those unscaled on their way to a master."""
-    return [
-        (pair.param, grad)
-        for pair, grad in zip(pairs, grads, strict=True)
-        if grad is not None and not goes_to_master(pair, grad)
-    ]
-
-
-def guard_backward(
-    pairs: Iterable[ParameterPair], guards: MutableMapping[ParameterPair, Any]
-) -> None:
-    """Put a hook on each parameter by which a backward waits before it adds to ``.grad``. Adds the
-    handles to ``guards``."""
-    for pair in pairs:
-        if pair not in guards and pair.param.requires_grad:
-            param: Any = pair.param
-            # Not of the parameter: torch swaps none that has a weak reference.
-            guards[pair] = param.register_hook(partial(_before_adding, weakref.ref(pair)))
-
-
-def _before_adding(ref: weakref.ref[ParameterPair], _: Tensor) -> None:
-    if (pair := ref()) is not None:
-        wait_for_gradients([pair.param])
-
-
-# The work, on the optimizer thread.
-
-
-@torch.no_grad()
-def _step_parts(replica: Replica, update: Update, task: Task) -> None:
-    update.begin()
-    for part in replica.parts:
-        mine = slice(part.start, part.end)
-        final = update.grads[mine]
-        update.grads[mine] = [None] * len(final)
-        task.spent += [g for g in final if g is not None and g.numel() <= SMALL]
-        with beside_no_compile():
-            replica.step_part(part, final, update.deferred)
-        task.advance()
-
-
-@torch.no_grad()
-def _run_submitted(replica: Replica, update: Update, task: Task) -> None:
-    assert update.fn is not None
-    with as_on_stream(update.stream):
-        update.begin()
-        try:
-            final = replica.bring(replica.ordered, update.grads, update.deferred)
-            for pair, grad in zip(replica.ordered, final, strict=True):
-                pair.stepped.grad = None if grad is None else grad.to(pair.stepped.device)
-            del final
-            update.grads.clear()
-            with beside_no_compile():
-                update.fn()
-        finally:
+        with as_on_stream(self._stream):
+            self._begin()
+            try:
+                final = replica.bring(replica.ordered, self._grads, self._deferred)
+                for pair, grad in zip(replica.ordered, final, strict=True):
+                    pair.stepped.grad = None if grad is None else grad.to(pair.stepped.device)
+                del final
+                self._grads.clear()
+                with _beside_no_compile():
+                    self._fn()
+            finally:
+                for pair in replica.pairs:
+                    pair.stepped.grad = None
             for pair in replica.pairs:
-                pair.stepped.grad = None
-        for pair in replica.pairs:
-            pair.publish()
-    task.advance()
+                pair.publish()
+        self.advance()
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` has compiled anything in this process. Its code checks the class of
+    parameters before any of ours runs."""
+    dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return dynamo is not None and dynamo.FRAME_COUNTER > 0
+
+
+def _beside_no_compile() -> Any:
+    """Nothing is compiled within the block. While dynamo compiles, ``is_compiling()`` is True on
+    every thread (torch 2.13), and torch's optimizers, which ask it, compute differently."""
+    dynamo: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return nullcontext() if dynamo is None else dynamo.compile_lock
+
+
+def are_own(grads: Sequence[Any]) -> bool:
+    """Whether another thread may read ``grads`` where they are, since each later use can be seen.
+    Not shards, sparse gradients, and those to whose memory others write unseen: DDP's buckets, a
+    buffer of the user's."""
+    # Sets of maps over C functions: with thousands of gradients a Python loop would show.
+    return (
+        {Tensor}.issuperset(map(type, grads))
+        and {torch.strided}.issuperset(map(_layout_of, grads))
+        and {1}.issuperset(map(_count_of, map(_storage_of, grads)))
+    )

@@ -31,20 +31,10 @@ class _Offloaded(AsyncOptimizer):
 
     @untraced
     def step(self, closure: Any = None) -> Any:
-        """Update, as torch's: ``closure`` runs first, and its loss is returned.
-
-        Raises:
-            StepError: the update failed; says which parameters were updated.
-            UnsupportedError: it cannot be stepped so; nothing was changed.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """As :meth:`AsyncOptimizer.step`."""
         if self._stepper.steps == 0:
             warn_where_idle("sync", "cpu", parameters_of(self.optimizer)[0].device)
-        super().step()
-        return loss
+        return super().step(closure)
 
     __repr__ = Optimizer.__repr__
 

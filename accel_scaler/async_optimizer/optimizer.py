@@ -146,8 +146,9 @@ class AsyncOptimizer(Optimizer):
         return (self._stepper.replica.copy if self._inside else self.optimizer).state
 
     @untraced
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Check the gradients, update the scale, and hand the update to the optimizer thread.
+        ``closure`` runs first, and its loss is returned.
 
         Without ``scaler`` it only hands over. Waits for the step before; with an enabled ``scaler``
         synchronises with the device once, to know whether the step is skipped.
@@ -155,15 +156,16 @@ class AsyncOptimizer(Optimizer):
         Raises:
             StepError: the step before failed; says which parameters it had updated.
             OrderError: closed, or (with ``scaler``) no loss was scaled.
-            ConfigError: a closure.
         """
         self._check_open("step")
+        loss = None
         if closure is not None:
-            raise ConfigError("AsyncOptimizer.step: got a closure, expected none; run it before.")
+            with torch.enable_grad():
+                loss = closure()
         if self._inside:
             replica = self._stepper.replica
             replica.call_step([pair.stepped for pair in replica.pairs])
-            return
+            return loss
         self._watch()
         scaler, is_skipped = self.scaler, False
         if self._boundary is None or scaler is None:
@@ -174,6 +176,7 @@ class AsyncOptimizer(Optimizer):
         else:
             is_skipped = not self._boundary.step(self)
         self.step_was_skipped = is_skipped
+        return loss
 
     @untraced
     def skip_step(self) -> None:
@@ -257,10 +260,8 @@ class AsyncOptimizer(Optimizer):
         inner, names = vars(self.optimizer), ("step", "zero_grad")
 
         def lent(name: str) -> Any:
-            own = getattr(self.optimizer, name)
-            return lambda *args, **given: (getattr(self, name) if self._inside else own)(
-                *args, **given
-            )
+            own, mine = getattr(self.optimizer, name), getattr(self, name)
+            return lambda *args, **given: (mine if self._inside else own)(*args, **given)
 
         def run() -> object:
             before = {name: inner[name] for name in names if name in inner}

@@ -11,14 +11,14 @@ Not all of torch asks ``__torch_function__``: ``torch.tensor(p)``, scripted func
 and ``torch.func`` do not. But each of them checks that its argument is a tensor. Neither pending
 class has ``Tensor`` among its bases, so the check asks for ``__class__``, a property that waits.
 
-``.grad`` stays the same object, of class :class:`PendingGradient` until its part of the step is
-done. Dropping it does not wait. Reading it, zeroing it in place or adding to it waits as for a
-parameter. autograd adds to it without asking, so what starts a backward waits: see
+``.grad`` stays the same object, of class :class:`PendingGradient` until the step is over. Dropping
+it does not wait. Reading it, zeroing it in place or adding to it waits as for a parameter. autograd
+adds to it without asking, so what starts a backward waits: see
 :meth:`accel_scaler.optimizer_step.stepper.Stepper.wait_for_gradients`.
 
-A pending tensor keeps its hold in an attribute (``HOLD_KEY``). A parameter refers to it weakly: a
-model must not keep an optimizer that nobody uses any more. The task in flight keeps the optimizer,
-so a hold that is gone has nothing left to wait for.
+A pending tensor refers to its step weakly, in an attribute: neither a model nor a gradient that a
+script has kept must keep an optimizer that nobody uses any more. The optimizer thread keeps the
+step that it runs, so for a step that is gone there is nothing left to wait.
 
 Any thread may use a parameter, also while the training thread hands over the next step. ``_lock``
 guards the attribute and every change of a class; nobody waits under it.
@@ -30,49 +30,34 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..models import untraced
 from ..scaling import parameters_of
-from .compile_session import is_in_compiled_call
 
 _lock = threading.RLock()
 """Reentrant: a signal handler or a finalizer may use a parameter while its thread holds it."""
 
-HOLD_KEY = "accel_scaler_hold"
-"""Attribute of a pending gradient: the function that waits for it; of a parameter: a weak reference
-to its :class:`ParameterHold`."""
+_HOLD = "accel_scaler_hold"
+"""Attribute of a pending tensor: a weak reference to what it waits for, whose ``wait_for(tensor)``
+calls :func:`release`, or raises ``StepError``."""
 
 _consume: Callable[[Iterable[Any]], None] = deque[Any](maxlen=0).extend
-_grad_of = attrgetter("grad")
 _GRAD: Any = Tensor.grad
+_POP: Any = dict.pop
 _CLASS: Any = object.__dict__["__class__"]
 """Reads and sets the real class, whatever the class says of itself."""
 
-_ATTRIBUTES = (
-    *("grad", "requires_grad", "is_leaf", "grad_fn", "grad_dtype", "_version", "retains_grad"),
-    *("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "output_nr"),
-    *("is_cuda", "is_cpu", "is_sparse", "is_meta", "_backward_hooks"),
-)
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "__len__"),
-    *("element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
-    *("get_device", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
-)
-_SLOTS = [getattr(Tensor, name, None) for name in _ATTRIBUTES]
-_ACCESSES = ("__get__", "__set__", "__delete__")
+_ATTRIBUTES = "shape", "dtype", "device", "requires_grad", "_version"
 PASSIVE: frozenset[Any] = frozenset(
-    [getattr(Tensor, name) for name in _METHODS]
-    + [getattr(slot, kind) for slot in _SLOTS for kind in _ACCESSES if hasattr(slot, kind)]
+    [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point]
+    + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES]
 )
-"""Operations that touch no element and so do not wait: above all, everything in ``zero_grad``."""
+"""Operations that touch no element and so do not wait."""
 
 
 class _PendingMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -109,8 +94,7 @@ def _body_of(*classes: type) -> dict[str, Any]:
         found.update(vars(cls))
     for name in ("__weakref__", "__doc__", "__module__"):
         found.pop(name, None)
-    found["__dict__"] = property(dict_of)
-    found["__class__"] = property(class_of, _set_class)
+    found["__dict__"], found["__class__"] = property(dict_of), property(class_of)
     found["__torch_function__"] = classmethod(_torch_function)
     # These do not ask ``__torch_function__``, or copy class and attributes as well.
     waiting = ("as_subclass", "set_", "__deepcopy__", "__reduce_ex__")
@@ -125,11 +109,6 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
             return func(*args, **kwargs)
     _wait_for_all((args, kwargs))
     return func(*args, **kwargs)
-
-
-def _set_class(self: Any, cls: Any) -> None:
-    _wait_for(self)
-    _CLASS.__set__(self, cls)
 
 
 def _passive(access: Any) -> Callable[..., Any]:
@@ -154,7 +133,7 @@ class PendingParameter(nn.Parameter, metaclass=_PendingMeta):
     """An ``nn.Parameter`` whose update may still be running on the optimizer thread."""
 
     locals().update(_body_of(Tensor, nn.Parameter))
-    # By way of ``__torch_function__`` it takes four times as long.
+    # Whoever drops a gradient asks first whether there is one.
     grad = property(_passive(_GRAD.__get__), _passive(_GRAD.__set__), _passive(_GRAD.__delete__))
 
 
@@ -186,16 +165,18 @@ def _wait_for_all(values: Iterable[Any]) -> None:
 
 
 def _wait_for(t: Any) -> None:
-    """Wait for the update of ``t``, or for the step that reads it. Any thread."""
-    if type(t) is PendingGradient:
-        _wait_for_gradient(t)
-        return
     # Without the attribute: another thread has just released it.
-    while type(t) in _OWN_OF and (ref := getattr(t, HOLD_KEY, None)) is not None:
-        if (hold := ref()) is not None:
-            hold.wait_for(t)
+    while type(t) in _OWN_OF and (ref := getattr(t, _HOLD, None)) is not None:
+        if (step := ref()) is not None:
+            step.wait_for(t)
         else:
-            _release([t], ref)
+            release([t], ref)
+
+
+def wait_for(tensors: Sequence[Any]) -> None:
+    """Wait for those of ``tensors`` that are pending. Any thread."""
+    if not _OWN_OF.keys().isdisjoint(map(type, tensors)):
+        _consume(map(_wait_for, tensors))
 
 
 def _set_classes(tensors: Sequence[Any], classes: dict[Any, Any]) -> None:
@@ -205,88 +186,30 @@ def _set_classes(tensors: Sequence[Any], classes: dict[Any, Any]) -> None:
     _consume(map(_CLASS.__set__, tensors, map(classes.get, old, old)))
 
 
-def _hold(tensors: Sequence[Any], hold: object) -> None:
-    """``tensors`` wait for ``hold`` from now on."""
+def hold(tensors: Sequence[Tensor], ref: weakref.ref[Any]) -> None:
+    """Each use of ``tensors``, plain parameters and gradients, waits for ``ref`` from now on. Uses
+    of aliases do not."""
     with _lock:
-        _consume(map(setattr, tensors, repeat(HOLD_KEY), repeat(hold)))
+        _consume(map(setattr, tensors, repeat(_HOLD), repeat(ref)))
         _set_classes(tensors, _PENDING_OF)
 
 
-def _release(params: Iterable[Any], ref: object) -> None:
-    """The ``params`` that wait for the hold behind ``ref`` are plain parameters again."""
+def release(tensors: Iterable[Any], ref: weakref.ref[Any]) -> None:
+    """Those of ``tensors`` that wait for ``ref`` are plain again."""
     with _lock:
-        mine = [p for p in params if getattr(p, HOLD_KEY, None) is ref]
+        mine = [t for t in tensors if getattr(t, _HOLD, None) is ref]
         _set_classes(mine, _OWN_OF)
-        _consume(map(delattr, mine, repeat(HOLD_KEY)))
+        _consume(map(_POP, map(vars, mine), repeat(_HOLD), repeat(None)))  # some stand twice
 
 
-def wait_for_parameters(params: Sequence[Tensor]) -> None:
-    """Wait for the ``params`` that are pending."""
-    if not _OWN_OF.keys().isdisjoint(map(type, params)):
-        for p in params:
-            _wait_for(p)
+def is_held(t: Any) -> bool:
+    """Whether the optimizer thread may be using ``t``, or has lost it."""
+    return type(t) in _OWN_OF
 
 
 def can_hold_parameters(params: Iterable[Tensor]) -> bool:
     """Whether uses can be seen: of plain parameters, not of a subclass such as DTensor."""
     return set(map(type, params)) <= {nn.Parameter, PendingParameter}
-
-
-@dataclass(eq=False)
-class ParameterHold:
-    """Parameters that wait for the parts of one task. A parameter has one hold at a time."""
-
-    params: Sequence[Tensor]
-    """In the order of their parts."""
-    ends: Sequence[int]
-    """For each part, how many of ``params`` are ready when it is done."""
-    part_of: dict[int, int]
-    """``id(parameter)`` -> parts that must be done for it."""
-    wait: Callable[[int], int]
-    """Called with a number of parts, on the thread that uses a parameter; returns how many are done
-    (at least that many), or raises ``StepError``."""
-    was_traced: bool = False
-    """A compiled function has met one of the parameters while it was pending."""
-    _released: int = 0
-    """How many of ``params``, from the first on, are plain again."""
-
-    def __post_init__(self) -> None:
-        self._ref = weakref.ref(self)
-        wait_for_parameters(self.params)
-        try:
-            _hold(self.params, self._ref)
-        except BaseException:  # Ctrl-C, with some of them held
-            self.release()
-            raise
-
-    def wait_for(self, p: Tensor) -> None:
-        """Wait for ``p``, and restore the class of every parameter that is ready."""
-        part = self.part_of[id(p)]
-        if is_in_compiled_call():
-            # It was compiled for plain parameters: each pending one costs a compile, and after
-            # some of them dynamo runs the function uncompiled. So wait for all at the first.
-            self.was_traced = True
-            part = len(self.ends)
-        self.release(self.wait(part))
-
-    def release(self, parts: int | None = None) -> None:
-        """Restore the class of the parameters of the first ``parts`` (default: all)."""
-        ready = len(self.ends) if parts is None else min(parts, len(self.ends))
-        end = self.ends[ready - 1] if ready else 0
-        with _lock:
-            _release(self.params[self._released : end], self._ref)
-            self._released = max(self._released, end)
-
-
-def hold_gradients(gradients: Sequence[Any], wait: Callable[[], object]) -> None:
-    """Uses of ``gradients``, plain tensors, ``wait`` from now on; aliases do not. ``wait`` is
-    called on the thread that uses one, and raises ``StepError`` where the step was lost."""
-    _hold(gradients, wait)
-
-
-def is_held(grad: Any) -> bool:
-    """Whether the optimizer thread may be reading ``grad``, or has lost it."""
-    return type(grad) is PendingGradient
 
 
 def drop_gradients(optimizer: Optimizer) -> bool:
@@ -299,20 +222,3 @@ def drop_gradients(optimizer: Optimizer) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         _consume(map(_GRAD.__set__, parameters_of(optimizer), repeat(None)))
     return True
-
-
-@untraced
-def wait_for_gradients(params: Iterable[Tensor]) -> None:
-    """Wait until no step reads ``.grad`` of ``params``. Raises ``StepError`` where the step that
-    had one of them failed."""
-    grads: list[Any] = list(map(_grad_of, params))
-    if PendingGradient in set(map(type, grads)):
-        for grad in filter(is_held, grads):
-            _wait_for_gradient(grad)
-
-
-def _wait_for_gradient(grad: Any) -> None:
-    wait = getattr(grad, HOLD_KEY, None)
-    if wait is not None:  # else another thread has just waited for it
-        wait()
-        _release([grad], wait)

@@ -18,7 +18,6 @@ import torch
 from ..errors import OrderError, StepError
 from ..optimizer_step import StepTiming
 from ..scaling import WAIT_LIMIT_S
-from .compile_session import waiting_for_step
 
 logger = logging.getLogger("accel_scaler")
 
@@ -46,8 +45,8 @@ def default_threads() -> int:
 class Task:
     """Work in ``parts`` that are finished in order; a wait is for the first n of them."""
 
-    def __init__(self, run: Callable[[Task], None], parts: int) -> None:
-        self._run: Callable[[Task], None] | None = run
+    def __init__(self, run: Callable[[], None], parts: int) -> None:
+        self._run: Callable[[], None] | None = run
         self.parts = parts
         self.done = 0
         """Parts finished; only grows."""
@@ -58,8 +57,6 @@ class Task:
         self.spent: list[Any] = []
         """Tensors that the thread drops at the end. Dropping one releases the interpreter's lock,
         and beside a thread that runs Python it takes long to get back."""
-        self.is_known = False
-        """A caller has learned that it failed."""
         self.thread: threading.Thread | None = None
         """The thread that it was submitted to, or that runs it."""
         self._changed = threading.Condition()
@@ -71,7 +68,7 @@ class Task:
             self._changed.notify_all()
 
     def execute(self) -> None:
-        """Run on this thread. An exception is stored in ``error``."""
+        """Run on this thread. An exception is logged, and stored in ``error``."""
         with self._changed:
             run, self._run = self._run, None
         if run is None:
@@ -80,8 +77,9 @@ class Task:
         timing = self.timing
         timing.start = time.perf_counter()
         try:
-            run(self)
+            run()
         except BaseException as error:
+            logger.error("a step on the optimizer thread failed", exc_info=True)
             self.error = error
         finally:
             run = None  # a caller that waits may check at once whether its tensors are released
@@ -98,7 +96,7 @@ class Task:
             if self._run is None:
                 return False
             self._run, self.error, self.finished = None, error, True
-            self.timing.finished = self.is_known = True
+            self.timing.finished = True
             self._changed.notify_all()
             return True
 
@@ -108,7 +106,7 @@ class Task:
         Raises:
             StepError: its thread is gone, this is a forked copy of the process, or ``limit_s``
                 is over.
-            OrderError: the caller is the task itself.
+            OrderError: the caller is the task itself, or compiles code, which the step waits for.
         """
         wanted = self.parts + 1 if parts is None else parts
         if not self.finished and self.done < wanted:
@@ -117,14 +115,11 @@ class Task:
             length = time.perf_counter() - start
             if length > MIN_WAIT_S and len(self.timing.waits) < MAX_WAITS:
                 self.timing.waits.append((start, length))
-        if self.error is None or self.done >= wanted:
-            return True
-        self.is_known = True
-        return False
+        return self.error is None or self.done >= wanted
 
     def _block(self, wanted: int, end: float, limit_s: float) -> None:
         self._check_alive()  # before the lock, which a fork may have copied locked
-        with waiting_for_step(), self._changed:
+        with self._changed:
             while not self.finished and self.done < wanted:
                 self._changed.wait(0.2)
                 self._check_alive()
@@ -147,6 +142,12 @@ class Task:
                 "used a parameter of the model or its .grad, or called synchronize(), state_dict() "
                 "or the like. Inside submit(fn) use "
                 "optimizer.param_groups: the parameters that are stepped there."
+            )
+        if torch._guards.CompileContext.try_get() is not None:
+            raise OrderError(
+                "torch.compile compiles code that uses a parameter whose update is running, and "
+                "no step runs beside a compile. Call optimizer.synchronize() before the first call "
+                "of compiled code, or use step_mode='sync'."
             )
         if not thread.is_alive() and not self.finished:
             raise StepError(
@@ -209,7 +210,7 @@ class Worker:
         # What a thread sets becomes the default of threads born later; take that back.
         torch.set_num_threads(own)
         weakref.finalize(self, self._queue.put, None).atexit = False
-        atexit.unregister(_join_all)  # so that it runs before all functions registered by now
+        atexit.unregister(_join_all)
         atexit.register(_join_all)
         if (interval := sys.getswitchinterval()) > SWITCH_INTERVAL_S:
             _interval[0] = interval
@@ -221,20 +222,15 @@ def _loop(tasks: queue.SimpleQueue[Task | None], threads: int, ready: threading.
     torch.get_num_threads()  # a thread's first use of torch takes the process's number; before ours
     torch.set_num_threads(threads)
     ready.set()
-    failed: Task | None = None
     try:
         while (task := tasks.get()) is not None:
             task.execute()
-            if task.error is not None and (failed is None or failed.is_known):
-                failed = task
             del task  # its gradients
     finally:
         _running.pop(threading.current_thread(), None)
         if not _running and _interval[0]:
             sys.setswitchinterval(_interval[0])
             _interval[0] = 0.0
-    if failed is not None and not failed.is_known:  # and nobody is left to ask
-        logger.error("the last optimizer step failed", exc_info=failed.error)
 
 
 def _join_all() -> None:

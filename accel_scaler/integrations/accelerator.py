@@ -18,7 +18,7 @@ from ..models import untraced
 from ..scaling import pause_before_the_end
 from ..telemetry import History
 from .attachment import Attachment, requested, resolved
-from .autocast import add_autocast, add_emulation, note_forward
+from .autocast import add_autocast
 from .optimizer import adopt, inner_of, refuse_unsuitable
 
 
@@ -93,14 +93,9 @@ class ScaledAccelerator(Accelerator):  # type: ignore[misc]
         """
         attachment = self._attachment
         attachment.fp32_modules.refuse_uncastable(model)
-        if attachment.added_autocast:
-            note_forward(self, model)
         prepared = super().prepare_model(model, *args, **kwargs)
-        if attachment.scales and self.native_amp:
-            # Accelerate does nothing to a model that another accelerator has prepared.
-            add_autocast(self, [prepared])
-        if attachment.scales:
-            add_emulation(self, prepared)
+        if attachment.added_autocast and self.native_amp:
+            add_autocast(self, prepared)
         attachment.fp32_modules.enable(prepared)  # before a compiler traces its first forward
         attachment.watch(prepared, self.unwrap_model(prepared))
         attachment.compare_settings(prepared)

@@ -25,7 +25,7 @@ from ..optimizer_step import Boundary, ReplicaStepper, master_rule, stepper_of
 from ..overflow import Fp32Modules, Healer, OverflowExplainer
 from ..scaling import GradScaler, gather_objects, has_ranks, is_worldwide
 from ..telemetry import make_recorder
-from .autocast import add_autocast, add_emulation, restore_forward
+from .autocast import add_autocast, restore_forward
 from .cpu_float16 import emulate_float16
 from .optimizer import ScaledOptimizer, adopt, inner_of, refuse_unsuitable
 from .stock_scaler import refuse_other_scalers, refuse_unscaled, scaler_settings
@@ -91,8 +91,9 @@ class Attachment:
         self.scaler = AttachedScaler(self.device.type, **settings)
         self.scaler.attachment = weakref.ref(self)
         state = {} if self.stock_scaler is None else self.stock_scaler.state_dict()
-        if state and state["_growth_tracker"]:
-            begun = {"_growth_tracker": state["_growth_tracker"]}
+        if state and self.stock_scaler._scale is not None:
+            # Training has begun: go on with its scale, within the new bounds.
+            begun = {key: state[key] for key in ("scale", "_growth_tracker")}
             self.scaler.load_state_dict(self.scaler.state_dict() | begun)
         is_fsdp = accelerator.distributed_type == DistributedType.FSDP
         self.scaler.ranks.sharded = config.sharded or is_fsdp
@@ -179,9 +180,8 @@ class Attachment:
             if self.scales and not accelerator.native_amp:
                 # Stock Accelerate leaves fp16 on a CPU without autocast and without a scaler.
                 accelerator.native_amp = self.added_autocast = True
-                add_autocast(accelerator, self.models)
                 for model in self.models:
-                    add_emulation(accelerator, model)
+                    add_autocast(accelerator, model)
             if self.scales:
                 accelerator.scaler = self.scaler
             for model in self.models:
@@ -221,10 +221,10 @@ class Attachment:
             except StepError as error:
                 failed = error
         self.fp32_modules.disable()
-        for model in self.models:
-            restore_forward(accelerator, model)
         if self.added_autocast:
             accelerator.native_amp = False
+            for model in self.models:
+                restore_forward(accelerator, model)
         accelerator.scaler = self.stock_scaler
         self.worker.stop()
         self.recorder.close()
@@ -236,8 +236,7 @@ class Attachment:
             raise failed
 
     def make_ready(self, optimizers: Any) -> None:
-        """Make these prepared optimizers ready for their first step. Raises ``UnsupportedError``
-        for a model whose tensors share memory in overlap."""
+        """Make these prepared optimizers ready for their first step."""
         steppers = map(stepper_of, inner_of(optimizers))
         replicas = [stepper for stepper in steppers if isinstance(stepper, ReplicaStepper)]
         for stepper, model in product(replicas, self.models):

@@ -1,68 +1,49 @@
-"""float16 autocast and products for models that were prepared without them."""
+"""float16 autocast and products for models on a CPU, where Accelerate gives them none."""
 
 from __future__ import annotations
 
 from types import MethodType
 from typing import Any
 
-import torch
 from accelerate.utils import convert_outputs_to_fp32, is_compiled_module
 from accelerate.utils.modeling import get_mixed_precision_context_manager
+from torch.nn import Module
 
 from ..errors import UnsupportedError
-from . import cpu_float16
-
-_ATTRIBUTES = ("forward", "_original_forward")
-_BEFORE = "_accel_scaler_forward"
-"""Where a module keeps the attributes that it had before its forward was wrapped."""
+from .cpu_float16 import EMULATES, emulating_float16
 
 
-def add_autocast(accelerator: Any, models: list[torch.nn.Module]) -> None:
-    """Wrap each prepared model's forward in autocast as ``prepare_model`` does, once.
+def add_autocast(accelerator: Any, model: Module) -> None:
+    """Wrap a prepared model's forward in autocast as ``prepare_model`` does on a device, unless it
+    was, and in :func:`emulating_float16`.
 
     Raises:
-        UnsupportedError: a compiled model, whose forward can no longer be wrapped; no model was
-            changed.
+        UnsupportedError: a compiled model, whose forward can no longer be wrapped.
     """
-    # A compiled model has the attributes of the model inside.
-    plain = [m for m in models if not hasattr(accelerator.unwrap_model(m), "_original_forward")]
-    if any(map(is_compiled_module, plain)):
-        raise UnsupportedError(
-            "attach: the model was prepared and compiled without autocast. Call "
-            "attach(accelerator) before accelerator.prepare(model)."
-        )
-    for model in plain:
-        note_forward(accelerator, model)
-        inner: Any = accelerator.unwrap_model(model)
+    inner: Any = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if not hasattr(inner, "_original_forward"):
+        if is_compiled_module(model):
+            raise UnsupportedError(
+                "attach: the model was prepared and compiled without autocast. Call "
+                "attach(accelerator) before accelerator.prepare(model)."
+            )
         inner._original_forward = inner.forward
         context = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
         _wrap_forward(inner, context)
         _wrap_forward(inner, convert_outputs_to_fp32)
+    if not hasattr(inner.forward, EMULATES):  # else another accelerator has prepared it
+        _wrap_forward(inner, emulating_float16)
 
 
-def add_emulation(accelerator: Any, model: torch.nn.Module) -> None:
-    """Run the prepared model's forward in :func:`cpu_float16.emulate_float16`, outside of autocast,
-    where a CPU lacks the kernels."""
-    if accelerator.device.type == "cpu" and not cpu_float16.has_float16_kernels():
-        note_forward(accelerator, model)
-        _wrap_forward(accelerator.unwrap_model(model), cpu_float16.emulating_float16)
-
-
-def note_forward(accelerator: Any, model: torch.nn.Module) -> None:
-    """The forward that the model has now is its own: see :func:`restore_forward`."""
-    for keeps in (True, False):
-        held = vars(accelerator.unwrap_model(model, keep_torch_compile=keeps))
-        held.setdefault(_BEFORE, {name: held[name] for name in _ATTRIBUTES if name in held})
-
-
-def restore_forward(accelerator: Any, model: torch.nn.Module) -> None:
-    """Give the model its own forward back, if one was noted."""
-    for keeps in (True, False):
-        held = vars(accelerator.unwrap_model(model, keep_torch_compile=keeps))
-        if _BEFORE in held:
-            for name in _ATTRIBUTES:
-                held.pop(name, None)
-            held.update(held.pop(_BEFORE))
+def restore_forward(accelerator: Any, model: Module) -> None:
+    """Give the model its own forward back."""
+    for keeps in (True, False):  # compiled before it was prepared, or after
+        module = accelerator.unwrap_model(model, keep_torch_compile=keeps)
+        held = vars(module)
+        if (own := held.pop("_original_forward", None)) is not None:
+            held["forward"] = own
+            if getattr(own, "__func__", None) is type(module).forward:
+                del held["forward"]
 
 
 def _wrap_forward(module: Any, wrapper: Any) -> None:

@@ -29,6 +29,9 @@ PRODUCTS = (
 """Operators in which linear, matmul, einsum and the layers of ``torch.nn`` end."""
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
+EMULATES = "_accel_scaler_emulates"
+"""Attribute of a function that :func:`emulating_float16` has made."""
+
 _this_thread = threading.local()
 
 
@@ -61,6 +64,7 @@ def emulating_float16(function: Callable[..., Any]) -> Callable[..., Any]:
         with emulate_float16():
             return function(*args, **kwargs)
 
+    setattr(call, EMULATES, True)
     return call
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -73,15 +72,4 @@ def scaler_settings(
         return changed
     handler = accelerator.scaler_handler
     values: dict[str, Any] = {} if handler is None else handler.to_kwargs()
-    state = {} if stock is None else stock.state_dict()
-    if state:
-        values["init_scale"] = state["scale"]
-        values |= {k: state[k] for k in ("growth_factor", "backoff_factor", "growth_interval")}
-    elif stock is not None:
-        values["enabled"] = False
-    if state and stock._scale is not None:
-        # Training has begun: continue with its scale, within the new bounds.
-        changed.pop("init_scale", None)
-        low, high = config.min_scale, config.max_scale
-        values["init_scale"] = min(max(values["init_scale"], low or 0.0), high or math.inf)
-    return values | changed
+    return values | ({} if stock is None else {"enabled": stock.is_enabled()}) | changed

@@ -10,7 +10,6 @@ telemetry: what steps beside the training is one more Stepper.
 from .boundary import Boundary as Boundary, boundary_of as boundary_of
 from .masters import (
     MasterRule as MasterRule,
-    ParameterPair as ParameterPair,
     goes_to_master as goes_to_master,
     holds_masters as holds_masters,
     is_stepped as is_stepped,
@@ -28,7 +27,7 @@ from .stepper import (
 )
 from .supported_optimizers import (
     is_splittable as is_splittable,
+    overlapping as overlapping,
     refuse_class as refuse_class,
-    refuse_overlapping as refuse_overlapping,
     refuse_unsteppable as refuse_unsteppable,
 )

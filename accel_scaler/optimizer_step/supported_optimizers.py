@@ -155,25 +155,19 @@ def _refuse_offload(optimizer: Optimizer, params: Sequence[Tensor], budget: int)
 
 
 def refuse_overlapping(
-    optimizer: Optimizer,
-    params: Sequence[Tensor],
-    names: ParameterNames,
-    others: Sequence[Tensor] = (),
+    optimizer: Optimizer, params: Sequence[Tensor], names: ParameterNames
 ) -> None:
-    """Raise ``UnsupportedError`` where ``params`` of the optimizer share memory with each other or
-    with ``others``, without being one ``Parameter``."""
+    """Raise ``UnsupportedError`` where ``params`` of the optimizer share memory with each other,
+    without being one ``Parameter``."""
     params = list({id(p): p for p in params}.values())
-    tensors = [*params, *others]
-    for group in overlapping(tensors):
-        if group[0] < len(params):
-            both = " and ".join(names.of((tensors[i] for i in group[:2]), optimizer))
-            raise UnsupportedError(
-                f"{type(optimizer).__name__}: {both} share memory and are not one Parameter: each "
-                "would be updated, or awaited, apart from the other. Use one Parameter for both "
-                "(decoder.weight = encoder.weight; torch.nn.functional.linear(x, weight.t()) for "
-                "a transposed one), copy what a buffer views, or use step_mode='sync' and float32 "
-                "parameters without offload."
-            )
+    for group in overlapping(params):
+        both = " and ".join(names.of((params[i] for i in group[:2]), optimizer))
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}: {both} share memory and are not one Parameter: each "
+            "would be updated apart from the other. Use one Parameter for both (decoder.weight = "
+            "encoder.weight; torch.nn.functional.linear(x, weight.t()) for a transposed one), or "
+            "float32 parameters without offload."
+        )
 
 
 def overlapping(params: Sequence[Tensor]) -> list[list[int]]:

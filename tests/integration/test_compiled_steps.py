@@ -6,7 +6,7 @@ Its forward is compiled; what ends a window is run as it is, between two graphs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,13 +22,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 STEPS = 6
 OVERFLOWS = 3
 each_mode = pytest.mark.parametrize("mode", ["sync", "overlap"])
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def net() -> nn.Module:

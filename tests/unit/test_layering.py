@@ -47,16 +47,16 @@ WITHOUT_TORCH = {
 
 
 MAX_LINES = {
-    "scaling": 2_559,
-    "optimizer_step": 4_642,
-    "async_optimizer": 1_649,
-    "integrations": 1_325,
-    "overflow": 2_797,
-    "telemetry": 1_450,
-    "report": 840,
-    "launch": 457,
-    "selftest": 786,
-    "": 1_045,
+    "scaling": 2_550,
+    "optimizer_step": 4_397,
+    "async_optimizer": 1_430,
+    "integrations": 1_256,
+    "overflow": 2_509,
+    "telemetry": 1_266,
+    "report": 589,
+    "launch": 446,
+    "selftest": 653,
+    "": 981,
 }
 """Lines of ``*.py`` in each folder, docstrings and comments included; "": the single modules."""
 
@@ -64,7 +64,7 @@ AIR = 1.05
 """A folder may be 5 per cent above its row, so that a first contribution has room. Who needs more
 makes the folder smaller, or takes the lines from another row; the sum of the rows stays."""
 
-MAX_SUM = 17_550
+MAX_SUM = 16_077
 """The aim is 15,000."""
 
 

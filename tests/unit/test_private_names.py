@@ -80,7 +80,7 @@ OURS = {name for tree in TREES.values() for name in own_names(tree)}
 PUBLIC_PARTS = {
     "_python_dispatch": "torch documents TorchDispatchMode, of this module alone",
     "_accel_scaler": "our own mark on others' objects",
-    "_accel_scaler_forward": "our own mark on others' objects",
+    "_accel_scaler_emulates": "our own mark on others' objects",
     "_accel_scaler_stepper": "our own mark on others' objects",
     "_global_optimizer_": "the start of two names in the list",
     "_optimizer_step_": "the start of two names in the list",

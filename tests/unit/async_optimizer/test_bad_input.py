@@ -137,14 +137,15 @@ def test_one_optimizer_is_wrapped_once_at_a_time(second: Callable[[Any], Any]) -
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_closure_is_refused_and_takes_nothing(mode: StepMode) -> None:
+def test_a_closure_runs_first_and_its_loss_is_returned(mode: StepMode) -> None:
     w = one()
-    with AsyncOptimizer(sgd([w]), step_mode=mode) as optimizer:
+
+    def closure() -> float:
         give(w)
-        with pytest.raises(ConfigError, match="closure"):
-            optimizer.step(lambda: 0.0)
-        assert w.grad is not None
-        optimizer.step()
+        return 3.0
+
+    with AsyncOptimizer(sgd([w]), step_mode=mode) as optimizer:
+        assert optimizer.step(closure) == 3.0
     assert torch.equal(w, torch.full((4,), 0.5))
 
 

@@ -1,31 +1,25 @@
-"""Compiled code beside a step in flight: it sees the update.
+"""From the first compile on no step is in flight, for compiled code would not see the update.
 
 The worker is ``lazy``: see ``test_reads_unseen.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from async_support import lazy
+from support import same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from versions import release
+from versions import UNGUARDED, before_torch
 
 from accel_scaler import AsyncOptimizer
-from accel_scaler.async_optimizer.pending_parameter import PendingParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Layer(nn.Linear):
@@ -97,32 +91,66 @@ def function_of_a_part(model: Network, backend: Any) -> Any:
     return lambda x: model.b(torch.tanh(part(x)) * model.gain)
 
 
-COMPILED = {
-    **dict.fromkeys((compiled, in_place, forward, inner_layer), 1),
-    **dict.fromkeys((function, function_of_a_part), 2),
-}
-"""How often each is compiled: once where the optimizer can know of it before the first call, so
-that no guard ever sees the pending class."""
-
-
-@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize(
+    "how", [compiled, in_place, forward, inner_layer, function, function_of_a_part]
+)
 def test_compiled_code_sees_the_update(how: Callable[..., Any]) -> None:
+    """It is compiled once: no guard ever sees the pending class."""
     counter, model, plain = CompileCounter(), Network(), Network()
     call = how(model, counter)
     given = call if how is compiled else model
     with lazy(), AsyncOptimizer(sgd(model), given, step_mode="overlap") as optimizer:
         losses = train(call, optimizer)
     assert losses == train(plain, sgd(plain))
-    # Before 2.13 no function meets a pending parameter: see ``versions.UNGUARDED``.
-    assert counter.frame_count == (COMPILED[how] if release("torch") >= (2, 13) else 1)
+    assert counter.frame_count == 1
 
 
-def test_a_compiled_function_of_something_else_costs_no_overlap() -> None:
+@pytest.mark.parametrize("submits", [False, True])
+def test_after_a_compile_of_anything_it_steps_as_in_sync_and_says_so_once(
+    submits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Network()
     loss = torch.compile(lambda y: y.square(), backend="eager", fullgraph=True)
     with lazy(), AsyncOptimizer(sgd(model), model, step_mode="overlap") as optimizer:
         for step in range(3):
             loss(model(batch(step))).sum().backward()
-            optimizer.step()
+            if submits:
+                optimizer.submit(optimizer.step)
+            else:
+                optimizer.step()
             optimizer.zero_grad()
-            assert {type(p) for p in model.parameters()} == {PendingParameter}
+            assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    ours = [each.getMessage() for each in caplog.records if each.name == "accel_scaler"]
+    assert [message.count("torch.compile") for message in ours] == [1]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adamax])
+def test_the_first_compile_and_a_step_take_turns(make: Any) -> None:
+    """torch's optimizers ask whether anybody compiles; the step waits until nobody does."""
+
+    def backend(module: Any, _: Any) -> Any:
+        threading.Event().wait(0.3)  # a step that does not wait for the compile runs now
+        return module
+
+    def weights(compiles: bool) -> list[Tensor]:
+        model = Network()
+        with AsyncOptimizer(make(model.parameters(), lr=0.1, foreach=True), model) as optimizer:
+            model(batch(0)).square().sum().backward()
+            optimizer.step()
+            if compiles:
+                torch.compile(torch.sin, backend=backend)(torch.ones(2))
+        return [p.detach() for p in model.parameters()]
+
+    assert same(weights(True), weights(False))
+
+
+@before_torch(2, 13, UNGUARDED)
+def test_a_compile_that_would_wait_for_a_step_is_refused() -> None:
+    model = Network()
+    with lazy(), AsyncOptimizer(sgd(model), model, step_mode="overlap") as optimizer:
+        model(batch(0)).square().sum().backward()
+        optimizer.step()
+        with pytest.raises(Exception, match=r"optimizer\.synchronize\(\) before the first call"):
+            torch.compile(lambda: model.gain * 2, backend="eager")()
+        optimizer.synchronize()
+        torch.compile(lambda: model.gain * 2, backend="eager")()

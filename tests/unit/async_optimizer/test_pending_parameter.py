@@ -15,37 +15,31 @@ import torch
 from torch import Tensor, nn
 
 from accel_scaler import StepError
-from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter, hold, release
 
 BEFORE, AFTER = 1.0, 3.0
 
 
 class Source:
-    """Parameters, one part each, whose update happens when somebody waits for it."""
+    """A parameter whose update happens when somebody waits for it."""
 
-    def __init__(self, count: int = 1, dtype: Any = None) -> None:
-        self.params = [nn.Parameter(torch.full((2, 3), BEFORE, dtype=dtype)) for _ in range(count)]
-        self.waited: list[int] = []
+    def __init__(self) -> None:
+        self.params = [nn.Parameter(torch.full((2, 3), BEFORE))]
+        self.memory, self.waits = self.params[0].detach(), 0
         self.errors: list[BaseException] = []
-        self.memory = [p.detach() for p in self.params]
-        self.hold = ParameterHold(
-            self.params,
-            list(range(1, count + 1)),
-            {id(p): place for place, p in enumerate(self.params, 1)},
-            self.wait,
-        )
+        self.ref = weakref.ref(self)
+        hold(self.params, self.ref)
 
-    def wait(self, parts: int) -> int:
+    def wait_for(self, t: Tensor) -> None:
         if self.errors:
             raise self.errors.pop()
-        self.waited.append(parts)
-        for memory in self.memory[:parts]:
-            memory.fill_(AFTER)
-        return parts
+        self.waits += 1
+        self.memory.fill_(AFTER)
+        release([t], self.ref)
 
     @property
-    def pending(self) -> list[bool]:
-        return [type(p) is PendingParameter for p in self.params]
+    def is_pending(self) -> bool:
+        return type(self.params[0]) is PendingParameter
 
 
 def fresh() -> Tensor:
@@ -156,9 +150,9 @@ def problem_with(use: Callable[[Any], Any]) -> str | None:
     source = Source()
     (p,) = source.params
     result, expected = use(p), use(fresh())
-    if source.waited != [1] or type(p) is not nn.Parameter:
-        source.hold.release()
-        return f"waited for {source.waited}"
+    if source.waits != 1 or type(p) is not nn.Parameter:
+        release([p], source.ref)
+        return f"waited {source.waits} times"
     if isinstance(expected, Tensor):
         same = torch.equal(plain(result), plain(expected)) and type(result) is type(expected)
     else:
@@ -181,9 +175,8 @@ def zeroed(p: Tensor) -> None:
     p.grad = torch.ones(2, 3)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     optimizer.param_groups[0]["params"] = [p]
-    optimizer.zero_grad(set_to_none=False)
-    assert p.grad is not None
-    assert not p.grad.any()
+    optimizer.zero_grad()
+    assert p.grad is None
 
 
 def clipped(p: Tensor) -> None:
@@ -192,18 +185,11 @@ def clipped(p: Tensor) -> None:
 
 
 PASSIVE: dict[str, Callable[[Any], Any]] = {
-    "shape": lambda p: p.shape,
-    "size": lambda p: (p.size(), p.size(0), p.dim(), p.ndim, len(p)),
-    "numel": lambda p: (p.numel(), p.nelement(), p.element_size(), p.nbytes, p.itemsize),
-    "dtype": lambda p: (p.dtype, p.device, p.layout, p.is_floating_point(), p.is_complex()),
-    "strides": lambda p: (p.stride(), p.is_contiguous(), p.storage_offset()),
-    "requires_grad": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p._version),
-    "frozen": lambda p: p.requires_grad_(False).requires_grad,
-    "where it is": lambda p: (p.is_cuda, p.is_sparse, p.is_meta, p.get_device()),
+    "size": lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.numel()),
+    "type": lambda p: (p.dtype, p.device, p.is_floating_point(), p.requires_grad),
     "grad": assigned_grad,
     "zero_grad": zeroed,
     "clip_grad_norm_": clipped,
-    "hook": lambda p: p.register_post_accumulate_grad_hook(lambda _: None).remove(),
     "hash": lambda p: len({p, p}),
     "identity": lambda p: p is not None,
 }
@@ -214,72 +200,32 @@ def test_what_reads_no_element_does_not_wait() -> None:
     for name, use in PASSIVE.items():
         source = Source()
         assert use(source.params[0]) == use(nn.Parameter(torch.full((2, 3), BEFORE))), name
-        if source.waited or source.pending != [True]:
-            waited[name] = source.waited
+        if source.waits or not source.is_pending:
+            waited[name] = source.waits
         assert source.params[0].sum() == 6 * AFTER
     assert waited == {}
 
 
-def test_one_use_waits_only_for_the_parts_it_needs_and_frees_those_that_are_done() -> None:
-    source = Source(4)
-    source.params[1] + 1
-    assert source.waited == [2]
-    assert source.pending == [False, False, True, True]
-    source.params[0] + 1
-    assert source.waited == [2], "a parameter that is ready costs nothing"
-    torch.cat([source.params[3], source.params[2]])
-    assert source.waited == [2, 4]
-    assert source.pending == [False] * 4
+def test_a_wait_that_fails_or_is_interrupted_leaves_the_parameter_pending() -> None:
+    source = Source()
+    source.errors += [StepError("lost"), KeyboardInterrupt()]
+    for kind in (KeyboardInterrupt, StepError):
+        with pytest.raises(kind):
+            source.params[0] + 1
+        assert source.is_pending
+    assert torch.equal(source.params[0] + 0, torch.full((2, 3), AFTER))
+    assert not source.is_pending
 
 
-def test_a_failed_wait_is_raised_at_every_use_until_the_hold_is_released() -> None:
-    source = Source(3)
-    source.errors += [StepError("lost"), StepError("lost")]
-    for p in source.params[:2]:
-        with pytest.raises(StepError, match="lost"):
-            p + 1
-    assert source.pending == [True] * 3
-    source.hold.release()
-    assert source.pending == [False] * 3
-    assert torch.equal(source.params[0] + 0, torch.full((2, 3), BEFORE))
-
-
-def test_a_wait_that_is_interrupted_leaves_the_parameters_pending() -> None:
-    source = Source(2)
-    source.errors.append(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        source.params[1] + 1
-    assert source.pending == [True, True]
-    assert torch.equal(source.params[1] + 0, torch.full((2, 3), AFTER))
-    assert source.pending == [False, False]
-
-
-def test_a_parameter_of_two_steps_waits_for_both() -> None:
-    source, other = Source(), list[int]()
+def test_a_step_that_is_gone_is_not_waited_for_and_keeps_no_parameter() -> None:
+    source = Source()
     (p,) = source.params
-
-    def wait(parts: int) -> int:
-        other.append(parts)
-        return parts
-
-    hold = ParameterHold([p], [1], {id(p): 1}, wait)
-    assert source.waited == [1]
-    assert torch.equal(p + 0, torch.full((2, 3), AFTER))
-    assert (source.waited, other) == ([1], [1])
-    hold.release()
-
-
-def test_a_released_or_dropped_hold_leaves_plain_parameters_and_keeps_none() -> None:
-    source = Source(2)
-    refs = [weakref.ref(p) for p in source.params]
-    released, dropped = source.params
-    source.hold.release(1)
-    del source.hold
+    ref = weakref.ref(p)
+    del source
     gc.collect()
-    assert (dropped.tolist(), source.waited) == ([[BEFORE] * 3] * 2, [])
-    for p in (released, dropped):
-        assert type(p) is nn.Parameter
-        assert not vars(p)
-    del source, released, dropped, p
+    assert p.tolist() == [[BEFORE] * 3] * 2
+    assert type(p) is nn.Parameter
+    assert not vars(p)
+    del p
     gc.collect()
-    assert [ref() for ref in refs] == [None, None]
+    assert ref() is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from references import OPTIMIZERS, loss_of, network
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, StepError
-from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter, hold, release
 from accel_scaler.optimizer_step.replica import Replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,22 +135,18 @@ def test_all_readers_at_once_change_no_bit() -> None:
 
 
 class Source:
-    """A hold whose waits end when somebody says so."""
+    """A step that ends when somebody says so."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.inside, self.go, self.waits = threading.Semaphore(0), threading.Event(), 0
-        self.hold = ParameterHold(
-            params,
-            list(range(1, len(params) + 1)),
-            {id(p): place for place, p in enumerate(params, 1)},
-            self.wait,
-        )
+        self.params, self.ref = params, weakref.ref(self)
+        hold(params, self.ref)
 
-    def wait(self, parts: int) -> int:
+    def wait_for(self, t: Tensor) -> None:
         self.inside.release()
         assert self.go.wait(LIMIT_S)
         self.waits += 1
-        return parts
+        release(self.params, self.ref)
 
 
 def test_a_slow_reader_of_an_earlier_step_leaves_the_later_one_its_parameters() -> None:
@@ -158,7 +155,7 @@ def test_a_slow_reader_of_an_earlier_step_leaves_the_later_one_its_parameters() 
     reader = threading.Thread(target=lambda: params[1].sum())
     reader.start()
     assert first.inside.acquire(timeout=LIMIT_S)
-    first.hold.release()  # the thread that trains has finished the step
+    release(params, first.ref)  # the thread that trains has finished the step
     second = Source(params)
     first.go.set()
     assert second.inside.acquire(timeout=LIMIT_S), "the reader went on to a value of no step"

@@ -18,7 +18,8 @@ from async_support import assert_same, lazy
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, StepError
-from accel_scaler.async_optimizer.pending_parameter import ParameterHold, PendingParameter
+from accel_scaler.async_optimizer.pending_parameter import PendingParameter
+from accel_scaler.optimizer_step.replica import Replica
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -107,16 +108,20 @@ def test_a_read_in_overlap_sees_the_newest_value(name: str) -> None:
         assert getattr(found, "requires_grad", None) == getattr(expected, "requires_grad", None)
 
 
-def test_a_failed_wait_is_raised_where_torch_asks_for_the_class() -> None:
-    def fail(parts: int) -> int:
-        raise StepError("lost")
+def test_a_failed_wait_is_raised_where_torch_asks_for_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("lost")
 
+    monkeypatch.setattr(Replica, "step_part", fail)
     for name in ("torch.tensor", "a scripted function", "grad", "isinstance"):
         p = nn.Parameter(torch.ones(2, 3))
-        hold = ParameterHold([p], [1], {id(p): 1}, fail)
-        with pytest.raises(StepError, match="lost"):
-            READS[name](p)
-        hold.release()
+        with AsyncOptimizer(torch.optim.SGD([p], lr=0.5)) as optimizer:
+            p.grad = torch.ones(2, 3)
+            optimizer.step()
+            with pytest.raises(StepError, match="lost"):
+                READS[name](p)
 
 
 # An evaluation waits for all of them at once.

@@ -33,12 +33,12 @@ def worker() -> Iterator[Worker]:
     sys.setswitchinterval(before)
 
 
-def nothing(task: Task) -> None:
+def nothing() -> None:
     pass
 
 
-def waiting_for(event: threading.Event) -> Callable[[Task], None]:
-    def run(task: Task) -> None:
+def waiting_for(event: threading.Event) -> Callable[[], None]:
+    def run() -> None:
         assert event.wait(LIMIT_S)
 
     return run
@@ -48,7 +48,7 @@ def test_tasks_run_in_the_order_of_submission_on_one_thread_of_its_own(worker: W
     seen: list[tuple[int, int, bool]] = []
 
     def task(number: int) -> Task:
-        def run(task: Task) -> None:
+        def run() -> None:
             time.sleep(0.001 * (7 - number % 7))
             seen.append((number, threading.get_ident(), worker.is_current()))
 
@@ -66,7 +66,7 @@ def test_tasks_run_in_the_order_of_submission_on_one_thread_of_its_own(worker: W
 def test_a_wait_for_some_parts_ends_while_the_others_still_run(worker: Worker) -> None:
     gates = [threading.Event() for _ in range(3)]
 
-    def run(task: Task) -> None:
+    def run() -> None:
         for gate in gates:
             assert gate.wait(LIMIT_S)
             task.advance()
@@ -89,7 +89,7 @@ def test_a_wait_for_some_parts_ends_while_the_others_still_run(worker: Worker) -
 def test_whatever_a_task_raises_is_kept_and_the_next_task_runs(
     worker: Worker, kind: type[BaseException]
 ) -> None:
-    def run(task: Task) -> None:
+    def run() -> None:
         task.advance()
         raise kind("mine")
 
@@ -108,7 +108,7 @@ def test_whatever_a_task_raises_is_kept_and_the_next_task_runs(
 def test_a_wait_has_an_end_and_says_how_far_the_step_is(worker: Worker) -> None:
     release = threading.Event()
 
-    def run(task: Task) -> None:
+    def run() -> None:
         task.advance()
         release.wait(LIMIT_S)
 
@@ -125,7 +125,7 @@ def test_after_a_dead_thread_a_new_one_runs_new_tasks_and_never_the_lost_one(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
-    lost, task = (Task(lambda _, name=name: ran.append(name), 1) for name in ("lost", "new"))  # type: ignore[misc]
+    lost, task = (Task(lambda name=name: ran.append(name), 1) for name in ("lost", "new"))  # type: ignore[misc]
     with monkeypatch.context() as patch:
         patch.setattr(Task, "execute", lambda _: sys.exit())
         worker.submit(lost)
@@ -142,7 +142,7 @@ def test_an_abandoned_task_never_runs_and_nobody_waits_for_it(worker: Worker) ->
     ran: list[int] = []
     gate = threading.Event()
     worker.submit(Task(waiting_for(gate), 0))
-    task = Task(lambda _: ran.append(1), 1)
+    task = Task(lambda: ran.append(1), 1)
     worker.submit(task)
     error = KeyboardInterrupt()
     task.abandon(error)
@@ -184,13 +184,13 @@ def test_stop_finishes_what_was_submitted_and_a_later_task_starts_another_thread
 ) -> None:
     ran: list[int] = []
     for number in range(3):
-        worker.submit(Task(lambda _, n=number: (time.sleep(0.01), ran.append(n)), 0))  # type: ignore[misc]
+        worker.submit(Task(lambda n=number: (time.sleep(0.01), ran.append(n)), 0))  # type: ignore[misc]
     first = worker.thread
     worker.stop(LIMIT_S)
     assert ran == [0, 1, 2]
     assert first is not None
     assert not first.is_alive()
-    task = Task(lambda _: ran.append(3), 0)
+    task = Task(lambda: ran.append(3), 0)
     worker.submit(task)
     assert task.wait(limit_s=LIMIT_S)
     assert ran == [0, 1, 2, 3]
@@ -227,16 +227,18 @@ def test_a_worker_that_is_dropped_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
-def failing(task: Task) -> None:
+def failing() -> None:
     raise ValueError("nobody has asked")
 
 
-def test_an_error_that_nobody_asked_for_is_logged_when_the_thread_ends(
+def test_an_error_is_logged_at_once_with_its_traceback(
     worker: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.submit(Task(failing, 1))
     worker.stop(LIMIT_S)
-    assert [record.getMessage() for record in caplog.records] == ["the last optimizer step failed"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a step on the optimizer thread failed"
+    ]
     assert "ValueError: nobody has asked" in caplog.text
     assert "in failing" in caplog.text, "its own traceback"
 
@@ -272,7 +274,7 @@ def test_the_thread_has_its_own_number_of_threads_and_nobody_else_gets_it(
         torch.set_num_threads(3)
         monkeypatch.setattr(worker_module, "default_threads", lambda: 2)
         worker, seen = Worker(), list[int]()
-        task = Task(lambda _: seen.append(torch.get_num_threads()), 0)
+        task = Task(lambda: seen.append(torch.get_num_threads()), 0)
         worker.submit(task)
         task.wait(limit_s=LIMIT_S)
         assert seen == [2]

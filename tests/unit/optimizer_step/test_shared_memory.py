@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_scaler import AsyncOptimizer, UnsupportedError, attach, detach
-from accel_scaler.optimizer_step import async_stepper_of
 from accel_scaler.optimizer_step.supported_optimizers import overlapping
 
 
@@ -59,25 +58,32 @@ def with_a_view() -> tuple[nn.Module, list[nn.Parameter]]:
 
 
 @pytest.mark.parametrize("make", [transposed, with_a_view])
-def test_one_memory_of_two_tensors_is_refused_by_name_in_overlap(make: Any) -> None:
-    model, params = make()
-    sgd = torch.optim.SGD(params, lr=0.5)
-    with pytest.raises(UnsupportedError, match=r" and .*share memory.*Use one Parameter"):
-        AsyncOptimizer(sgd, model)
-    assert async_stepper_of(sgd) is None
-    accelerator = attach(Accelerator(cpu=True), step_mode="overlap")
-    params[0].grad = torch.ones(3, 2)
-    with pytest.raises(UnsupportedError, match="share memory"):
-        accelerator.prepare(model, sgd)[1].step()
-    detach(accelerator)
-    with AsyncOptimizer(sgd, model, step_mode="sync") as plain:
+def test_one_memory_of_two_tensors_is_stepped_as_in_sync(
+    make: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In overlap a read of the other tensor would not wait."""
+
+    def stepped(is_attached: bool) -> nn.Module:
+        model, params = make()
+        sgd = torch.optim.SGD(params, lr=0.5)
         params[0].grad = torch.ones(3, 2)
-        plain.step()
-    assert params[0].tolist() == [[0.5, 0.5]] * 3
-    assert model.decoder.flatten()[0] == 0.5
+        if is_attached:
+            accelerator = attach(Accelerator(cpu=True), step_mode="overlap")
+            accelerator.prepare(model, sgd)[1].step()
+            detach(accelerator)
+        else:
+            with AsyncOptimizer(sgd, model) as optimizer:
+                optimizer.step()
+        return model
+
+    for is_attached in (True, False):
+        model = stepped(is_attached)
+        assert model.encoder.tolist() == [[0.5, 0.5]] * 3
+        assert model.decoder.flatten()[0] == 0.5
+    assert [message.count("in the memory") for message in caplog.messages] == [1, 1]
 
 
-def test_and_where_two_parameters_would_have_a_master_each() -> None:
+def test_two_parameters_that_would_have_a_master_each_are_refused() -> None:
     model, _ = transposed()
     params = [nn.Parameter(model.encoder.detach().half())]
     params.append(nn.Parameter(params[0].detach().t()))

@@ -79,8 +79,8 @@ class Task:
         try:
             run()
         except BaseException as error:
-            logger.error("a step on the optimizer thread failed", exc_info=True)
-            self.error = error
+            self.error, text = error, f"{type(error).__name__}: {error}"  # a log keeps no traceback
+            logger.error("a step on the optimizer thread failed; the next call raises it: %s", text)
         finally:
             run = None  # a caller that waits may check at once whether its tensors are released
             timing.busy, timing.finished = time.perf_counter() - timing.start, True

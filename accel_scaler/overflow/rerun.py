@@ -248,12 +248,13 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _address(tensor: Any) -> int:
-    """The address of a tensor's memory; 0 where it has none (sharded, quantised, meta)."""
+    """The address of a tensor's storage; 0 where it has none (sharded, quantised, meta)."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return 0
     if tensor.layout is not torch.strided or tensor.is_meta:
         return 0
-    address: int = tensor.untyped_storage().data_ptr()
+    # Not ``untyped_storage()``, which is counted as one more user of the memory for good.
+    address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
     return address
 
 

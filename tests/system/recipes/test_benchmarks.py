@@ -24,7 +24,7 @@ MISMATCH = ["--layers=1", "--seeds=1", "--rows=2", "--length=8"]
 LOAD = ["--case", "long", "--windows", "100", "--variant", "sync"]
 
 ROWS: dict[str, tuple[list[str], str, int]] = {
-    "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{2}}$", 3),
+    "boundary": (["--repeats", "2"], rf"^tiny +(step|skip, one \w+)({NUMBER}){{3}}$", 3),
     "guard": (["--repeats", "2"], rf"^tiny +(no )?clip({NUMBER}){{5}}$", 2),
     "overlap": (["--repeats", "2"], rf"^(sleeps|small|runs) [a-zA-Z ]+({NUMBER}){{2}} +-?\d+%", 3),
     "telemetry": (["--repeats", "2"], rf"^tiny +(step|skip)({NUMBER}){{4}}$", 2),

@@ -231,16 +231,12 @@ def failing() -> None:
     raise ValueError("nobody has asked")
 
 
-def test_an_error_is_logged_at_once_with_its_traceback(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_is_logged_at_once(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     worker.submit(Task(failing, 1))
     worker.stop(LIMIT_S)
-    assert [record.getMessage() for record in caplog.records] == [
-        "a step on the optimizer thread failed"
-    ]
-    assert "ValueError: nobody has asked" in caplog.text
-    assert "in failing" in caplog.text, "its own traceback"
+    (record,) = caplog.records
+    assert record.getMessage().endswith("ValueError: nobody has asked")
+    assert "Traceback" not in caplog.text, "a log that is kept would keep the step's tensors"
 
 
 def test_the_switch_interval_is_short_while_there_is_a_thread_and_then_as_it_was(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ def test_an_accelerator_unlike_what_was_launched_is_told_once(
     launched: str, precision: str | None, world: dict[str, str], said: list[str],
 ) -> None:  # fmt: skip
     """Attached twice, as by the launcher and then by the script."""
+    gc.collect()  # runs of other tests end with their verdict
     warn_once.cache_clear()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     accelerator = Accelerator(cpu=True, mixed_precision=precision)

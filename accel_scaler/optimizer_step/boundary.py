@@ -251,6 +251,7 @@ class Boundary:
         try:
             is_launched = stepper.launch(record.deferred, sent, record.gathered)
             record.settle()
+            return is_launched and stepper.conclude(sent.is_finite and not record.is_skipped)
         except BaseException as error:  # the device goes on: the window must not be stepped again
             if not is_launched and isinstance(error, (OrderError, UnsupportedError)):
                 return False  # step() refuses it, too, once the window is closed
@@ -263,7 +264,6 @@ class Boundary:
             logger.error("the update of %s was interrupted: %s. Zero the gradients.", name, made)
             self.scaler.abandon_window()
             raise
-        return is_launched and stepper.conclude(sent.is_finite and not record.is_skipped)
 
     def _close(
         self,

@@ -130,8 +130,9 @@ class OverflowCheck:
                 "load. Call accelerator.backward(loss) instead of loss.backward()."
             )
         if window.known(optimizer) is None:
-            # Its last step may still read gradients that no backward has added to since.
-            stepper_of(optimizer).wait_for_gradients()
+            # A step may still read gradients that no backward has added to since.
+            for each in (optimizer, *self._sharing(optimizer)):
+                stepper_of(each).wait_for_gradients()
         record = window.record(optimizer)
         if record.stage is OptState.STEPPED:
             raise OrderError(
@@ -203,9 +204,9 @@ class OverflowCheck:
         another one: they would be unscaled twice, or not at all."""
         window, params = self.scaler.window, parameters_of(optimizer)
         common = window.unscaled_among(params) if keeps_scaled else []
-        for other in self.scaler.managed:
+        for other in self._sharing(optimizer):
             record = window.known(other)
-            if other is not optimizer and record is not None and record.deferred:
+            if record is not None and record.deferred and not record.found_inf:
                 theirs = set(map(id, parameters_of(other)))
                 common += [p for p in params if p.grad is not None and id(p) in theirs]
         if common:
@@ -219,6 +220,12 @@ class OverflowCheck:
     def inv_scale(self, device: torch.device) -> Tensor:
         inverse = reciprocal(self.scaler.window_scale)
         return torch.full((), inverse, dtype=torch.float32, device=device)
+
+    def _sharing(self, optimizer: Optimizer) -> list[Optimizer]:
+        """Other optimizers that have some of its parameters."""
+        others = [each for each in self.scaler.managed if each is not optimizer]
+        mine = set(map(id, parameters_of(optimizer))) if others else set[int]()
+        return [o for o in others if not mine.isdisjoint(map(id, parameters_of(o)))]
 
     def one_pass(
         self, owners: Sequence[Optimizer], gathered: Gathered, stay_scaled: Sequence[bool]

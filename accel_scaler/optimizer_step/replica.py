@@ -215,9 +215,11 @@ class Replica:
         self.copy.state, self._entries = defaultdict(dict, entries), len(entries)
         # A scheduler moves the hyperparameters a line later.
         for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
-            params = own["params"]
-            own.clear()
-            own.update({k: frozen(v) for k, v in group.items() if k != "params"}, params=params)
+            settings = {k: frozen(v) for k, v in group.items() if k != "params"}
+            settings["params"] = own["params"]
+            for key in own.keys() - settings.keys():
+                del own[key]
+            own.update(settings)
 
     def give_back_state(self) -> None:
         """Give the optimizer the state that a step has made, and keep none: a script may take it
@@ -289,10 +291,11 @@ class Replica:
     def begin_update(self) -> None:
         """On the thread that steps: if some may be edited, let masters take the values of
         parameters; those in host memory do while they are stepped."""
-        self.takes_edits, self.is_doubtful = self.is_doubtful, False
+        self.takes_edits = self.is_doubtful
         for pair in self.pairs if self.takes_edits else ():
             if not pair.is_offloaded:
                 pair.refresh()
+        self.is_doubtful = False
 
     def take_edits(self) -> None:
         """If some may be edited, let masters take the values of parameters, where they rest."""
@@ -428,12 +431,13 @@ class Replica:
 
 
 def _neighbours(pairs: list[ParameterPair], limit: int) -> Iterator[list[ParameterPair]]:
-    """All ``pairs`` of one arena, in pieces of at most ``limit`` elements there, unless one alone
-    has more."""
+    """All ``pairs`` of one arena, in pieces without a gap (a parameter may have left) of at most
+    ``limit`` elements there, unless one alone has more."""
     pairs, begin = sorted(pairs, key=attrgetter("slot")), 0
     arena = pairs[0].arena
     for end in range(1, len(pairs)):
-        if arena.end(pairs[end].slot) - arena.offsets[pairs[begin].slot] > limit:
+        slot, is_gap = pairs[end].slot, pairs[end].slot - pairs[end - 1].slot > 1
+        if is_gap or arena.end(slot) - arena.offsets[pairs[begin].slot] > limit:
             yield pairs[begin:end]
             begin = end
     yield pairs[begin:]

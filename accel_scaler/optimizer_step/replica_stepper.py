@@ -238,13 +238,14 @@ class ReplicaStepper(Stepper):
     @torch.no_grad()
     def conclude(self, has_moved: bool) -> bool:
         assert self._launched is not None
-        (grads, check, timing), self._launched = self._launched, None
+        grads, check, timing = self._launched
         has_moved = has_moved and check.is_finite
         if has_moved:
-            self.steps += 1
             self.replica.publish_launched(grads)
             self.optimizer.__dict__["_opt_called"] = True
         self._end_update(grads if has_moved else [None] * len(grads), timing)
+        self.steps += has_moved
+        self._launched = None  # only now: after an interrupt all of it is done once more
         return has_moved
 
     @torch.no_grad()

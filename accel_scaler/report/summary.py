@@ -10,6 +10,14 @@ from ..telemetry import Finding, diagnose, ending, verdict
 from .reader import Run
 
 NONE = "\u2013"
+NAMES = {
+    "parameters_trained": "parameters trained",
+    "parameter_bytes": "memory of the parameters",
+    "device_peak_bytes": "peak memory, device",
+    "host_peak_bytes": "peak memory, host",
+}
+"""Numbers that the recorder notes itself; metrics keep the names that the script gives them."""
+
 TILES = 6
 """The first key numbers are the tiles of the page."""
 
@@ -76,7 +84,7 @@ def _noted(name: str, values: list[float]) -> KeyNumber:
     known = [value for value in values if math.isfinite(value)] or values
     low, high = text(min(known)), text(max(known))
     more = f"lowest {low}, highest {high}" if low != high else ""
-    return KeyNumber(name, text(values[-1]), more)
+    return KeyNumber(NAMES.get(name, name), text(values[-1]), more)
 
 
 def _loss(run: Run) -> KeyNumber:

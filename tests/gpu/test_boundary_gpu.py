@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_scaler import AsyncOptimizer, GradScaler, UnsupportedError
 from accel_scaler.optimizer_step import overflow_check
+from accel_scaler.optimizer_step.blocks import Run
 from accel_scaler.optimizer_step.boundary import Boundary
 from accel_scaler.optimizer_step.replica import Replica
 from accel_scaler.scaling import SentCheck
@@ -352,11 +353,13 @@ def test_two_optimizers_that_are_clipped_together(
     assert [False, False] in found
 
 
-@pytest.mark.parametrize("dtype", [FULL, LOW])
-def test_an_interrupt_while_the_host_waits_ends_the_window(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("dtype", "when"), [(FULL, "it waits"), (LOW, "it waits"), (LOW, "masters are published")]
+)
+def test_an_interrupt_once_the_update_is_enqueued_ends_the_window(
+    dtype: torch.dtype, when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The device goes on, so the update is made, once."""
+    """The device goes on, so the update is made, once, and the model has it."""
 
     def trained(is_interrupted: bool) -> Training:
         training = Training("adamw", dtype)
@@ -370,7 +373,7 @@ def test_an_interrupt_while_the_host_waits_ends_the_window(
         return training
 
     def interrupt(training: Training) -> None:
-        waits, calls = SentCheck.is_finite.fget, []
+        waits, publish, calls = SentCheck.is_finite.fget, Run.publish, []
         assert waits is not None
 
         def is_finite(check: SentCheck) -> bool:
@@ -379,9 +382,18 @@ def test_an_interrupt_while_the_host_waits_ends_the_window(
                 raise KeyboardInterrupt
             return bool(waits(check))
 
+        def published(run: Run, grads: Any) -> None:
+            calls.append(run)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            publish(run, grads)
+
         index = training.scaler.window.index
         with monkeypatch.context() as patch:
-            patch.setattr(SentCheck, "is_finite", property(is_finite))
+            if when == "it waits":
+                patch.setattr(SentCheck, "is_finite", property(is_finite))
+            else:
+                patch.setattr(Run, "publish", published)
             with pytest.raises(KeyboardInterrupt):
                 training.boundary.step(training.optimizer)
         assert training.scaler.window.index == index + 1

@@ -213,3 +213,42 @@ def test_momentum_of_a_parameter_whose_first_gradient_comes_late() -> None:
         found.append(list(net.state_dict().values()))
         detach(accelerator)
     assert all(torch.allclose(*each, rtol=0.01) for each in zip(*found, strict=True))
+
+
+def test_two_optimizers_over_the_same_masters_step_in_overlap_as_in_sync() -> None:
+    """The second one waits until the first one has read the gradients."""
+
+    def train(mode: str) -> tuple[list[Tensor], list[bool]]:
+        torch.manual_seed(0)
+        accelerator = attach(Accelerator(cpu=True), step_mode=mode, master_weights="fp32")
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2)).bfloat16()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01)]
+        model, *both = accelerator.prepare(model, *optimizers)
+        skipped = []
+        for _ in range(4):
+            accelerator.backward(model(torch.randn(3, 6).bfloat16()).float().square().mean())
+            for each in both:
+                each.step()
+                skipped.append(each.step_was_skipped)
+            both[0].zero_grad()
+        weights = [p.detach().clone() for p in model.parameters()]
+        detach(accelerator)
+        return weights, skipped
+
+    (found, skipped), (expected, other) = train("overlap"), train("sync")
+    assert all(map(torch.equal, found, expected))
+    assert skipped == other == [False] * 8
+
+
+def test_an_overflow_skips_two_optimizers_over_the_same_parameters() -> None:
+    accelerator = attach(cpu(), step_mode="overlap", init_scale=1024.0)
+    model = nn.Linear(6, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.01)]
+    model, *both = accelerator.prepare(model, *optimizers)
+    accelerator.backward(model(torch.full((3, 6), float("inf"))).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    for each in both:
+        each.step()
+    assert [each.step_was_skipped for each in both] == [True, True]
+    assert accelerator.scaler.get_scale() == 512.0
+    detach(accelerator)

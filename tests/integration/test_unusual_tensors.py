@@ -129,3 +129,53 @@ def test_fused_state_follows_a_parameter_to_another_layout(mode: str) -> None:
 
     for ours, reference in zip(train(mode, True), train(mode, False), strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-6)
+
+
+# One parameter of many gets other memory, or leaves.
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("how", ["moved", "leaves"])
+def test_a_parameter_between_others_goes_its_own_way(mode: str, name: str, how: str) -> None:
+    """Its neighbours keep their places, with a gap between them."""
+
+    def train(mode: str | None) -> tuple[list[Tensor], list[Any]]:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 2))
+        more = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, fused=True, **more)
+        run = Run(mode, optimizer, model)
+        for i in range(3 * STEPS):
+            if i == STEPS and how == "moved":
+                model[2].weight.data = model[2].weight.data * 0.5
+            elif i == STEPS:
+                optimizer.param_groups[0]["params"].pop(2)
+                model[2].weight.requires_grad_(False)
+            run.step(model(torch.randn(3, 5)).square().sum())
+        run.close()
+        state = [dict(optimizer.state[p]) for p in optimizer.param_groups[0]["params"]]
+        return list(model.parameters()), state
+
+    (found, state), (expected, stock) = train(mode), train(None)
+    assert all(map(torch.equal, found, expected))
+    assert str(state) == str(stock)
+
+
+def test_a_master_between_others_goes_its_own_way(mode: str) -> None:
+    """An assignment of the same values changes nothing."""
+
+    def train(is_moved: bool) -> list[Tensor]:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        with AsyncOptimizer(optimizer, model, step_mode=mode, master_weights="fp32") as ours:
+            for i in range(3 * STEPS):
+                if i == STEPS and is_moved:
+                    model[1].weight.data = model[1].weight.data.clone()
+                model(torch.randn(3, 5).bfloat16()).float().square().sum().backward()
+                ours.step()
+                ours.zero_grad()
+            saved = ours.state_dict()["state"]
+        return [*model.parameters(), *(each["step"] for each in saved.values())]
+
+    assert all(map(torch.equal, train(True), train(False)))

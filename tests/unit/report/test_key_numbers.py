@@ -82,11 +82,11 @@ def test_what_belongs_to_no_window_stands_below_the_tiles(tmp_path: Path) -> Non
         found.items()
         >= {
             "parameters": "124,439,808",
-            "parameters_trained": "294,912",
-            "parameter_bytes": "497.8 MB",
+            "parameters trained": "294,912",
+            "memory of the parameters": "497.8 MB",
             "eval_loss": "nan lowest 2.25, highest 2.5",
             "eval_f1": "nan",
             "test_f1": "0.5",
-            "host_peak_bytes": "1,073.7 MB lowest 1,073.7 MB, highest 2,147.5 MB",
+            "peak memory, host": "1,073.7 MB lowest 1,073.7 MB, highest 2,147.5 MB",
         }.items()
     )

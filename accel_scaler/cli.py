@@ -9,7 +9,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import report, selftest
 from .console import plain
 from .errors import AccelScalerError
 from .version import __version__
@@ -61,12 +60,16 @@ def _run(argv: list[str]) -> int:
     commands.add_parser("launch", help="start an unchanged script as `accelerate launch` does")
     testing = commands.add_parser("test", help="try the package on this machine; run this first")
     reporting = commands.add_parser("report", help="make a page from a telemetry file")
-    selftest.add_arguments(testing)
-    testing.set_defaults(run=selftest.run)
-    report.add_arguments(reporting)
-    reporting.set_defaults(run=report.run)
-    args = parser.parse_args(argv)  # --help, --version and errors exit here
-    if args.command is None:
-        parser.print_help()
-        return 0
-    return int(args.run(args))
+    if argv[:1] == ["report"]:
+        from . import report
+
+        report.add_arguments(reporting)
+        return report.run(parser.parse_args(argv))
+    if argv[:1] == ["test"]:
+        from . import selftest
+
+        selftest.add_arguments(testing)
+        return selftest.run(parser.parse_args(argv))
+    parser.parse_args(argv)  # --help, --version and errors exit here
+    parser.print_help()
+    return 0

@@ -106,9 +106,14 @@ def refuse_unsteppable(optimizer: Optimizer, masters: MasterRule) -> None:
             "torch refuses to unscale their gradients. Leave master_weights at 'auto', or load "
             "the model in bfloat16 or float32."
         )
-    # Adagrad has made its first sum in __init__.
-    entries = [e for p in through if (e := optimizer.state.get(p)) and float(e.get("step", 1)) > 0]
-    values = [e[key] for e in entries for key in e.keys() - {"momentum_buffer"}]
+    entries = [optimizer.state.get(p, {}) for p in through if p.dtype is torch.float16]
+    values = [
+        value
+        for entry in entries
+        for key, value in entry.items()
+        # Adagrad has made its first sum in __init__.
+        if key != "momentum_buffer" and (key != "sum" or float(entry.get("step", 0.0)) > 0.0)
+    ]
     if any(getattr(value, "dtype", None) is torch.float16 for value in values):
         raise UnsupportedError(
             f"{name} has state in float16, expected float32 for float16 parameters: second moments "

@@ -117,9 +117,9 @@ class OffloadedReplica(Replica):
         self.rest()
         super().follow()
         rule, own = rule_of(self.optimizer), [pair for pair in self.pairs if pair.is_offloaded]
-        for device in {pair.target.device for pair in own} - {self.ring.device}:
+        if own and own[0].target.device != self.ring.device:
             self._looks.remove()
-            self._use(device)
+            self._use(own[0].target.device)
         for pair in own:
             for key in rule.keys(self.optimizer.param_groups[pair.group]) if rule else ():
                 pair.arena.allocate(key)  # on the training thread, before the first step

@@ -214,12 +214,11 @@ class Replica:
         entries = {stepped_of.get(id(key), key): entry for key, entry in state.items()}
         self.copy.state, self._entries = defaultdict(dict, entries), len(entries)
         # A scheduler moves the hyperparameters a line later.
-        for group, own in zip(self.optimizer.param_groups, self.copy.param_groups, strict=True):
-            settings = {k: frozen(v) for k, v in group.items() if k != "params"}
-            settings["params"] = own["params"]
-            for key in own.keys() - settings.keys():
-                del own[key]
-            own.update(settings)
+        groups = zip(self.optimizer.param_groups, self.copy.param_groups, strict=True)
+        self.copy.param_groups = [  # all at once: Ctrl-C may come while they are copied
+            {k: own["params"] if k == "params" else frozen(v) for k, v in group.items()}
+            for group, own in groups
+        ]
 
     def give_back_state(self) -> None:
         """Give the optimizer the state that a step has made, and keep none: a script may take it
@@ -327,9 +326,7 @@ class Replica:
         """On any thread: multiply a part's gradients by ``deferred``, update it, and write new
         values of masters to the model."""
         if (run := self._run_of(part)) is not None and run.takes(grads):
-            kind, group = type(self.optimizer), self.copy.param_groups[part.group]
-            whole = not deferred and run.takes(grads, whole=True)
-            run.step(kind, group, grads, deferred, publishes=True, whole=whole)
+            self._call_run(part, run, grads, deferred)
             return
         params, final = [p.stepped for p in part.pairs], self.bring(part.pairs, grads, deferred)
         self.step_these(params, final, part.group, self.copy.state)
@@ -343,6 +340,19 @@ class Replica:
             group = self.copy.param_groups[part.group]
             part.run = Run(part.pairs, rule, group, self.copy, self._scratch)
         return part.run
+
+    def _call_run(
+        self,
+        part: Part,
+        run: Run,
+        grads: Sequence[Tensor | None],
+        deferred: DeferredUnscale,
+        sent: SentCheck | None = None,
+    ) -> None:
+        """Step a part by ``run``, and publish masters, unless a check that was ``sent`` decides."""
+        kind, group = type(self.optimizer), self.copy.param_groups[part.group]
+        whole = not deferred and run.takes(grads, whole=True)
+        run.step(kind, group, grads, deferred, publishes=sent is None, whole=whole, sent=sent)
 
     def can_launch(self, grads: Sequence[Tensor | None], deferred: DeferredUnscale) -> bool:
         """Whether :meth:`launch` may be called after :meth:`prepare`: kernels do all of the step,
@@ -360,11 +370,8 @@ class Replica:
         ``sent`` does, or a parameter was edited unseen. Does not synchronise."""
         both = self._spot_check.send(sent)
         for part in self.parts:
-            run, mine = part.run, grads[part.start : part.end]
-            assert run is not None
-            kind, group = type(self.optimizer), self.copy.param_groups[part.group]
-            whole = not deferred and run.takes(mine, whole=True)
-            run.step(kind, group, mine, deferred, whole=whole, sent=both)
+            assert part.run is not None
+            self._call_run(part, part.run, grads[part.start : part.end], deferred, both)
         return both
 
     def publish_launched(self, grads: Sequence[Tensor | None]) -> None:

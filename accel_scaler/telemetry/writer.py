@@ -146,6 +146,6 @@ def _unlike(path: str) -> str:
         start = None
     if not isinstance(start, Start):
         return "it exists and is not a telemetry file, so nothing was appended"
-    return f"it is of format {start.format}; this version writes {FORMAT}" * (
-        start.format != FORMAT
-    )
+    if start.format != FORMAT:
+        return f"it is of format {start.format}; this version writes {FORMAT}"
+    return ""

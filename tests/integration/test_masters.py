@@ -18,6 +18,7 @@ from support import same
 from torch import Tensor, nn
 
 from accel_scaler import AsyncOptimizer, UnsupportedError, attach, detach
+from accel_scaler.optimizer_step import replica
 
 STEPS = 8
 WAYS = [{}, {"step_mode": "overlap"}]
@@ -252,3 +253,21 @@ def test_an_overflow_skips_two_optimizers_over_the_same_parameters() -> None:
     assert [each.step_was_skipped for each in both] == [True, True]
     assert accelerator.scaler.get_scale() == 512.0
     detach(accelerator)
+
+
+def test_an_interrupt_while_settings_are_copied_leaves_the_next_step_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(value: Any) -> Any:
+        raise KeyboardInterrupt
+
+    p = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([p], lr=0.5)
+    with AsyncOptimizer(optimizer, step_mode="sync", master_weights="fp32") as ours:
+        p.grad = torch.ones_like(p)
+        with monkeypatch.context() as patch:
+            patch.setattr(replica, "frozen", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                ours.step()
+        ours.step()
+    assert torch.equal(p, torch.full_like(p, 0.5))
